@@ -9,7 +9,7 @@ PORT ?= 8000
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: serve test test-train sanitize setup native models lint long bench clean
+.PHONY: serve test test-train sanitize setup native models lint long bench wheel clean
 
 serve: setup  ## pull smollm2 and serve it on http://127.0.0.1:8000
 	$(BIN)/octavo pull smollm2
@@ -32,6 +32,16 @@ long: setup models  ## the long runs of the property tests (hours)
 # Two scripts work on a folder that is named to them: make_quantized.py, quantized_readers.py.
 bench: setup models  ## what produces the published figures
 	for script in $(filter-out %/behaviour.py %/make_quantized.py %/quantized_readers.py,$(wildcard benchmarks/[!_]*.py)); do $(BIN)/python $$script || exit 1; done
+
+# Any one Python builds the wheel for all: tests/test_wheel.py tries it with each one that it finds.
+wheel: setup models  ## one wheel for Python 3.11 and later in dist/, installed and tried (minutes)
+	@rm -rf build/wheel dist
+	@echo "building the wheel"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation \
+	  --wheel-dir build/wheel .
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	@ls -sh dist
+	$(BIN)/pytest -q -rs -m wheel tests/test_wheel.py
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -62,10 +72,11 @@ $(VENV)/.native: $(VENV)/.ready $(NATIVE)
 
 native:  ## the C++ kernels, in place, with PYTHON's cmake, ninja and nanobind
 	@mkdir -p build
+	@rm -f src/octavo/_native.cpython-*.so # of builds for one version: Python would prefer them
 	@echo "building the kernels"
 	@cmake -S . -B build/dev -G Ninja -DOCTAVO_IN_PLACE=ON -DPython_EXECUTABLE=$$(command -v $(PYTHON)) \
 	  > build/configure.log 2>&1 || { cat build/configure.log; exit 1; }
 	@cmake --build build/dev
 
 clean:
-	rm -rf $(VENV) build src/octavo/_native*.so
+	rm -rf $(VENV) build dist src/octavo/_native*.so

@@ -56,21 +56,22 @@ _LONGEST = 160  # characters of a value that are shown
 
 def record(names: list[str], share: float, out: Path) -> None:
     """Record sections; those that ``out`` has already are replaced, the others stay."""
-    found: Record = json.loads(out.read_text("utf-8")) if out.exists() else {}
-    found["machine"] = f"{platform.machine()}, Python {platform.python_version()}"
-    wording = found.setdefault(WORDING, {})
     for name in names:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = SECTIONS[name](Path(folder), share)
+            section = SECTIONS[name](Path(folder), share)
             if (made := Path(folder) / cache.FOLDER).is_dir():
                 kept = out.with_suffix(".cache")
                 shutil.rmtree(kept, ignore_errors=True)
                 shutil.copytree(made, kept)
-        wording[name] = found[name].pop(WORDING, {})
+        # Read now: sections may be recorded by several processes at once.
+        found: Record = json.loads(out.read_text("utf-8")) if out.exists() else {}
+        found["machine"] = f"{platform.machine()}, Python {platform.python_version()}"
+        found.setdefault(WORDING, {})[name] = section.pop(WORDING, {})
+        found[name] = section
         out.write_text(json.dumps(found, ensure_ascii=False, indent=0) + "\n", "utf-8")
         seconds = time.monotonic() - began
-        print(f"{name}: {len(found[name])} entries, {seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"{name}: {len(section)} entries, {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:

@@ -32,7 +32,7 @@ from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.request import Request
 from octavo.scheduler.scheduler import Scheduler
-from octavo.server.app import create_app
+from octavo.server.app import App
 from octavo.server.config import ServeConfig
 from octavo.server.model import ServedModel
 from octavo.server.server import bind, http_server
@@ -95,7 +95,7 @@ async def server(pipe: Connection) -> None:
     served = ServedModel(("words",), Words(), Template(), 1024)
     listener = bind(config)
     listener.listen()
-    http = http_server(create_app(engine, served, config), config)
+    http = http_server(App(engine, served, config))
     running = asyncio.create_task(http.serve(sockets=[listener]))
     pipe.send(listener.getsockname()[1])
     while await asyncio.to_thread(pipe.recv):

@@ -42,6 +42,7 @@ import numpy as np
 import octavo.loader
 from _models import models
 from _script import as_script
+from octavo.engine.calibration import Calibration, Moment, Slowness
 from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine, Step
 from octavo.engine.load import LoadedEngine, load_engine
@@ -50,8 +51,8 @@ from octavo.executor.cost import Rates
 from octavo.executor.native.executor import NativeExecutor
 from octavo.scheduler.request import RequestRecord
 from octavo.tools.plan.band import of_calibration
-from octavo.tools.plan.calibration import Calibration, Moment
-from octavo.tools.plan.fitting import Observation, Slowness, slowness
+from octavo.tools.plan.calibrating import measure
+from octavo.tools.plan.fitting import Observation, slowness
 from octavo.tools.plan.hardware import Device
 from octavo.tools.plan.observing import probe
 from octavo.tools.plan.replay import Replay, replay
@@ -332,7 +333,7 @@ def main() -> None:
         checkpoint = octavo.loader.load(path)
         loaded = load_engine(checkpoint, CONFIG)
         if not arguments.no_calibrate:
-            Calibration.measure(loaded).save()
+            measure(loaded).save()
         stored = Calibration.of_engine(loaded)
         if stored is None:
             sys.exit(f"{name} is not calibrated")

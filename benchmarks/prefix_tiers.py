@@ -23,7 +23,7 @@ from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.load import load_engine
 from octavo.kv_cache.cache import peak_blocks
-from octavo.kv_cache.tiers import TierStats
+from octavo.kv_cache.connectors.base import ConnectorStats
 from octavo.loader.pull import resolve
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import Request, RequestRecord
@@ -56,10 +56,8 @@ def ask_beside(engine: Engine, name: str, prompt: list[int]) -> list[float]:
     return steps
 
 
-def tier_stats(engine: Engine) -> TierStats:
-    stats = engine.stats().tiers
-    assert stats is not None
-    return stats
+def stats_of(engine: Engine, name: str = "host") -> ConnectorStats:
+    return engine.stats().connectors[name]
 
 
 def ttft(record: RequestRecord) -> float:
@@ -98,12 +96,12 @@ def main() -> None:
             new = prompt()
             ask(paced, f"n{number}", new)
             ask(paced, f"o{number}", prompt())
-            before = tier_stats(paced)
+            before = stats_of(paced)
             steps = ask_beside(paced, f"h{number}", new)
-            after = tier_stats(paced)
+            after = stats_of(paced)
             print(
                 f"target {asked.itl_target:g} ms: {after.loaded_blocks - before.loaded_blocks} "
-                f"blocks in, {after.spilled_blocks - before.spilled_blocks} out, in "
+                f"blocks in, {after.saved_blocks - before.saved_blocks} out, in "
                 f"{len(steps)} steps; the first {1e3 * steps[0]:.1f} ms, the longest "
                 f"{1e3 * max(steps):.1f} ms, together {1e3 * sum(steps):.1f} ms"
             )
@@ -126,7 +124,7 @@ def main() -> None:
         took.setdefault("host memory", []).append(ttft(host))
         kept.append(new)
         tiered.flush()
-    stats = tier_stats(tiered)
+    stats, written = stats_of(tiered), stats_of(tiered, "disk").saved_bytes
     tiered.close()
     plain.close()
     restarted = engine(**tiers)
@@ -136,7 +134,7 @@ def main() -> None:
         disk = ask(restarted, f"d{number}", known)
         assert disk.cached_tokens > asked.tokens - 17
         took.setdefault("disk, after a restart", []).append(ttft(disk))
-    last = tier_stats(restarted)
+    read = stats_of(restarted, "disk").loaded_bytes
     restarted.close()
     base = statistics.median(took["computed, no tiers"])
     for name, seconds in took.items():
@@ -145,8 +143,8 @@ def main() -> None:
     print(
         f"{stats.loaded_blocks} blocks copied in at "
         f"{1e3 * stats.loading_seconds / max(1, stats.loaded_blocks):.3f} ms, "
-        f"{last.disk_bytes_read / 2**20:.0f} MiB read, "
-        f"{stats.disk_bytes_written / 2**20:.0f} MiB written"
+        f"{read / 2**20:.0f} MiB read, "
+        f"{written / 2**20:.0f} MiB written"
     )
     folder.cleanup()
 

@@ -18,13 +18,12 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
-from typing import get_args
 
 from _script import as_script
 from octavo.engine.clock import VirtualClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
-from octavo.engine.pace import Pace, guessed
+from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.cost import Rates
 from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
@@ -33,7 +32,7 @@ from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.policies.config import PolicyConfig, PolicyName
+from octavo.scheduler.policies.config import POLICIES, PolicyConfig
 from octavo.scheduler.request import LatencyTarget, Request
 from octavo.scheduler.scheduler import Scheduler
 
@@ -102,7 +101,7 @@ def model(windows: bool) -> ModelConfig:
 def engine(
     sequences: int,
     windows: bool,
-    policy: PolicyName = "fcfs",
+    policy: str = "fcfs",
     itl_target: float | None = None,
     prompts: int = 0,
 ) -> Engine:
@@ -131,12 +130,14 @@ def engine(
         VirtualClock(),
         vocab_size=config.vocab_size,
         text=lambda params, ending_ids: IncrementalDetokenizer(words, params, ending_ids),
-        pace=None if itl_target is None else Pace(executor.costs, guessed(2), measured=False),
+        step_times=None
+        if itl_target is None
+        else StepTimePredictor(executor.costs, guessed(2), measured=False),
     )
 
 
 def request(
-    index: int, steps: int, policy: PolicyName, *, waits: bool = False, prompt: int = PROMPT
+    index: int, steps: int, policy: str, *, waits: bool = False, prompt: int = PROMPT
 ) -> Request:
     """Who waits is less urgent than all who run, or, of fair shares, of a client served as much."""
     return Request(
@@ -154,7 +155,7 @@ def measure(
     *,
     windows: bool = False,
     steps: int = STEPS,
-    policy: PolicyName = "fcfs",
+    policy: str = "fcfs",
     waiting: int = 0,
     itl_target: float | None = None,
     prompts: int = 0,
@@ -194,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--windows", action="store_true", help="Gemma's six cache groups")
-    parser.add_argument("--scheduling-policy", choices=get_args(PolicyName), default="fcfs")
+    parser.add_argument("--scheduling-policy", choices=POLICIES, default="fcfs")
     parser.add_argument("--waiting", type=int, default=0, metavar="N", help="requests in the queue")
     parser.add_argument("--itl-target", type=float, metavar="MS")
     parser.add_argument("--prompts", type=int, default=0, metavar="N", help="always under way")

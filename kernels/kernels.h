@@ -11,6 +11,23 @@ namespace octavo {
 // and head.
 enum class KvKind : int32_t { F16 = 0, BF16 = 1, I8 = 2, I4 = 3 };
 
+// Of a function of rows: `n` elements of each input, of each weight and of the output, which may be
+// an input.
+struct RowArguments {
+    static constexpr size_t kInputs = 2, kWeights = 2;
+    const float *inputs[kInputs];   // null: not given
+    const float *weights[kWeights]; // null: not given
+    const float *numbers;
+    float *out;
+    int64_t n;
+};
+// A function of rows, which programs know by its name and how many rows it takes.
+struct RowFunction {
+    const char *name;
+    size_t inputs, weights, numbers; // how many
+    void (*run)(const RowArguments &);
+};
+
 // The order of operations of every output element depends on the sizes given and on nothing else.
 struct RowKernels {
     // out = x / sqrt(mean(x²) + eps) * weight; out may be x.
@@ -32,6 +49,8 @@ struct RowKernels {
     // Rotates the pairs (2i, 2i + 1); cos and sin have a value an element (each pair's twice), the
     // sine of the even elements negated.
     void (*rope_pairs)(float *head, const float *cos, const float *sin, int64_t dim);
+    const RowFunction *functions;
+    size_t num_functions;
 };
 
 // Attention over cached keys and values. It takes a query's keys in chunks of kChunk positions:

@@ -298,11 +298,30 @@ void Runtime::check_slots(const Prepared &slots, Format format, int64_t k, int64
         refuse("prepared slots do not fit the activation arena");
 }
 
-void Runtime::check_slots(const RowStep &step, int64_t routing) const {
-    if (const auto *gate = std::get_if<GateStep>(&step)) {
-        check_slots(gate->gate, gate->width, routing, "gate");
-        check_slots(gate->up, gate->width, routing, "up");
-        check_slots(gate->out, gate->width, routing, "gated output");
+void Runtime::check_function(FunctionStep &step) const {
+    for (size_t i = 0; i < tier_.row.num_functions; ++i) {
+        const RowFunction &function = tier_.row.functions[i];
+        if (step.name == function.name && step.inputs.size() == function.inputs)
+            step.function = &function;
+    }
+    if (step.function == nullptr || step.weights.size() != step.function->weights ||
+        step.numbers.size() != step.function->numbers)
+        refuse("function '" + step.name + "' of " + text(int64_t(step.inputs.size())) + " rows, " +
+               text(int64_t(step.weights.size())) + " weights and " +
+               text(int64_t(step.numbers.size())) + " numbers, which there is not");
+    check_range("group of a function", step.group, 1, step.width);
+    if (step.width % step.group != 0)
+        refuse("groups of a function do not divide the width");
+    for (const int64_t weight : step.weights)
+        check_vector(weight, step.group);
+}
+
+void Runtime::check_slots(RowStep &step, int64_t routing) const {
+    if (auto *function = std::get_if<FunctionStep>(&step)) {
+        check_function(*function);
+        for (const Value &input : function->inputs)
+            check_slots(input, function->width, routing, "input of a function");
+        check_slots(function->out, function->width, routing, "output of a function");
     } else if (const auto *prepare = std::get_if<PrepareStep>(&step)) {
         check_slots(prepare->x, prepare->k, routing, "experts' input");
         check_slots(prepare->out, Format(prepare->format), prepare->k, routing);
@@ -312,7 +331,7 @@ void Runtime::check_slots(const RowStep &step, int64_t routing) const {
         check_slots(each->x, each->k, routing, "experts' input");
         check_each(*each);
     } else {
-        refuse("slots are gated and prepared only");
+        refuse("slots take functions and preparations only");
     }
 }
 
@@ -391,7 +410,7 @@ void Runtime::check_region(Region &region, Program &program) {
     const auto value = [&](const Value &v, int64_t width, const char *what) {
         check_value(v, width, what);
     };
-    const auto check_step = [&](const auto &step) {
+    const auto check_step = [&](auto &step) {
         using Step = std::decay_t<decltype(step)>;
         if constexpr (std::is_same_v<Step, EmbedStep>) {
             check_matrix(step.matrix);
@@ -404,24 +423,11 @@ void Runtime::check_region(Region &region, Program &program) {
             if (selected || (program.input_width > 0 && program.input_width != step.width))
                 refuse("an input of selected rows only, or of several widths");
             program.input_width = step.width;
-        } else if constexpr (std::is_same_v<Step, NormStep>) {
-            value(step.x, step.width, "norm input");
-            value(step.out, step.width, "norm output");
-            check_range("norm group", step.group, 1, step.width);
-            if (step.width % step.group != 0)
-                refuse("norm groups do not divide the width");
-            check_vector(step.weight, step.group);
-        } else if constexpr (std::is_same_v<Step, AddStep>) {
-            value(step.x, step.width, "add input");
-            value(step.y, step.width, "add input");
-            value(step.out, step.width, "add output");
-        } else if constexpr (std::is_same_v<Step, GateStep>) {
-            value(step.gate, step.width, "gate");
-            value(step.up, step.width, "up");
-            value(step.out, step.width, "gated output");
-        } else if constexpr (std::is_same_v<Step, ActivateStep>) {
-            value(step.x, step.width, "activation's input");
-            value(step.out, step.width, "activation's output");
+        } else if constexpr (std::is_same_v<Step, FunctionStep>) {
+            check_function(step);
+            for (const Value &input : step.inputs)
+                value(input, step.width, "input of a function");
+            value(step.out, step.width, "output of a function");
         } else if constexpr (std::is_same_v<Step, PrepareStep>) {
             value(step.x, step.k, "linear input");
             check_prepared(step.out, Format(step.format), step.k);
@@ -472,8 +478,8 @@ void Runtime::check_region(Region &region, Program &program) {
                 refuse("gathering for all rows, or from a thread's");
         }
     };
-    if (const auto *rows = std::get_if<RowsRegion>(&region.work)) {
-        for (const RowStep &step : rows->steps)
+    if (auto *rows = std::get_if<RowsRegion>(&region.work)) {
+        for (RowStep &step : rows->steps)
             std::visit(check_step, step);
     } else if (auto *linear = std::get_if<LinearRegion>(&region.work)) {
         for (const LinearPart &part : linear->parts) {
@@ -504,9 +510,9 @@ void Runtime::check_region(Region &region, Program &program) {
             refuse("logits of all rows, or of a thread's");
     } else if (const auto *sort = std::get_if<SortRegion>(&region.work)) {
         check_routing(sort->routing);
-    } else if (const auto *slots = std::get_if<SlotsRegion>(&region.work)) {
+    } else if (auto *slots = std::get_if<SlotsRegion>(&region.work)) {
         check_routing(slots->routing);
-        for (const RowStep &step : slots->steps)
+        for (RowStep &step : slots->steps)
             check_slots(step, slots->routing);
     } else if (auto *experts = std::get_if<ExpertsRegion>(&region.work)) {
         check_experts(*experts);
@@ -968,29 +974,22 @@ void Runtime::run(const InputStep &step, int64_t row, const Scope &scope) {
                 size_t(step.width) * sizeof(float));
 }
 
-void Runtime::run(const NormStep &step, int64_t row, const Scope &scope) {
-    const float *weight = vectors_[size_t(step.weight)].data();
-    const float *x = row_of(step.x, row, scope);
+void Runtime::run(const FunctionStep &step, int64_t row, const Scope &scope) {
+    const float *inputs[RowArguments::kInputs];
+    for (size_t i = 0; i < step.inputs.size(); ++i)
+        inputs[i] = row_of(step.inputs[i], row, scope);
     float *out = row_of(step.out, row, scope);
-    for (int64_t i = 0; i < step.width; i += step.group) {
-        tier_.row.rms_norm(x + i, weight, out + i, step.group, step.eps);
+    RowArguments arguments{};
+    arguments.numbers = step.numbers.data();
+    arguments.n = step.group;
+    for (size_t i = 0; i < step.weights.size(); ++i)
+        arguments.weights[i] = vectors_[size_t(step.weights[i])].data();
+    for (int64_t at = 0; at < step.width; at += step.group) {
+        for (size_t i = 0; i < step.inputs.size(); ++i)
+            arguments.inputs[i] = inputs[i] + at;
+        arguments.out = out + at;
+        step.function->run(arguments);
     }
-}
-
-void Runtime::run(const AddStep &step, int64_t row, const Scope &scope) {
-    tier_.row.add(row_of(step.x, row, scope), row_of(step.y, row, scope),
-                  row_of(step.out, row, scope), step.width);
-}
-
-void Runtime::run(const GateStep &step, int64_t row, const Scope &scope) {
-    const auto gate = step.gelu ? tier_.row.gelu_tanh : tier_.row.silu;
-    gate(row_of(step.gate, row, scope), row_of(step.up, row, scope), row_of(step.out, row, scope),
-         step.width);
-}
-
-void Runtime::run(const ActivateStep &step, int64_t row, const Scope &scope) {
-    const auto activate = step.gelu ? tier_.row.gelu_tanh : tier_.row.silu;
-    activate(row_of(step.x, row, scope), nullptr, row_of(step.out, row, scope), step.width);
 }
 
 void Runtime::run(const PrepareStep &step, int64_t row, const Scope &scope) {

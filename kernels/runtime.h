@@ -66,27 +66,16 @@ struct InputStep {
     Value out;
     int64_t width;
 };
-struct NormStep {
-    Value x;
-    int64_t weight;
+// Computes a function of the tier (kernels.h), `group` elements of a row at a time.
+struct FunctionStep {
+    std::string name;
+    std::vector<Value> inputs;
+    std::vector<int64_t> weights;
+    std::vector<float> numbers;
     Value out;
     int64_t width;
-    int64_t group; // elements normed together
-    float eps;
-};
-struct AddStep {
-    Value x, y, out;
-    int64_t width;
-};
-struct GateStep {
-    Value gate, up, out;
-    int64_t width;
-    bool gelu;
-};
-struct ActivateStep {
-    Value x, out;
-    int64_t width;
-    bool gelu;
+    int64_t group;
+    const RowFunction *function = nullptr; // of the tier, when checked
 };
 // Prepares a row for linear layers of a format, its elements in an order that was added, or as they
 // come (-1).
@@ -149,9 +138,9 @@ struct CombineStep {
     Value out;
     int64_t width;
 };
-using RowStep = std::variant<EmbedStep, InputStep, NormStep, AddStep, GateStep, ActivateStep,
-                             PrepareStep, AngleStep, RopeStoreStep, GatherStep, KeepStep, RouteStep,
-                             SpreadStep, PrepareEachStep, CombineStep>;
+using RowStep =
+    std::variant<EmbedStep, InputStep, FunctionStep, PrepareStep, AngleStep, RopeStoreStep,
+                 GatherStep, KeepStep, RouteStep, SpreadStep, PrepareEachStep, CombineStep>;
 
 // Regions: each begins when the one before is done.
 struct RowsRegion {
@@ -184,7 +173,7 @@ struct SortRegion {
 // Steps of slots: their values have a row a slot, and room for as many as rows can take.
 struct SlotsRegion {
     int64_t routing;
-    std::vector<RowStep> steps; // gates and preparations
+    std::vector<RowStep> steps; // functions and preparations
 };
 // Linear layers of each expert on its slots.
 struct ExpertsPart {
@@ -413,10 +402,7 @@ class Runtime {
     void run(const ExpertsRegion &region, int64_t begin, int64_t end);
     void run(const EmbedStep &step, int64_t row, const Scope &scope);
     void run(const InputStep &step, int64_t row, const Scope &scope);
-    void run(const NormStep &step, int64_t row, const Scope &scope);
-    void run(const AddStep &step, int64_t row, const Scope &scope);
-    void run(const GateStep &step, int64_t row, const Scope &scope);
-    void run(const ActivateStep &step, int64_t row, const Scope &scope);
+    void run(const FunctionStep &step, int64_t row, const Scope &scope);
     void run(const PrepareStep &step, int64_t row, const Scope &scope);
     void run(const AngleStep &step, int64_t row, const Scope &scope);
     void run(const RopeStoreStep &step, int64_t row, const Scope &scope);
@@ -463,6 +449,7 @@ class Runtime {
 
     void check_value(const Value &value, int64_t width, const char *what) const;
     void check_order(int64_t order, int64_t k) const;
+    void check_function(FunctionStep &step) const;
     void check_each(const PrepareEachStep &step) const;
     void check_matrix(int64_t index) const;
     void check_vector(int64_t index, int64_t size) const;
@@ -472,7 +459,7 @@ class Runtime {
     // Of slots.
     void check_slots(const Value &value, int64_t width, int64_t routing, const char *what) const;
     void check_slots(const Prepared &slots, Format format, int64_t k, int64_t routing) const;
-    void check_slots(const RowStep &step, int64_t routing) const;
+    void check_slots(RowStep &step, int64_t routing) const;
     void check_experts(ExpertsRegion &region) const;
 
     const Tier &tier_;

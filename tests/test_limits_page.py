@@ -14,7 +14,7 @@ import pytest
 from octavo.loader import load
 from octavo.loader.base import CheckpointError
 from octavo.loader.pull import PullError, resolve
-from octavo.server.app import create_app
+from octavo.server.app import App
 from octavo.server.config import ServeConfig
 from octavo.server.protocol import LABELS, NEUTRAL_CHAT, NEUTRAL_COMPLETION
 from oracle.tiny_folders import folder
@@ -55,7 +55,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def client() -> httpx.AsyncClient:
-    app = create_app(FakeEngine(), served_model(), ServeConfig())  # type: ignore[arg-type]
+    app = App(FakeEngine(), served_model(), ServeConfig())  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app=app)
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000")
 

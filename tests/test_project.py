@@ -33,20 +33,33 @@ def test_ci_runs_the_tests() -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["setup", "serve", "test", "lint", "long", "native", "bench", "models", "clean"]
+    "target",
+    ["setup", "serve", "test", "lint", "long", "native", "bench", "models", "wheel", "clean"],
 )
 def test_make_has(target: str) -> None:
     result = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_pages_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_index_has_every_page() -> None:
+    docs = ROOT / "docs"
+    linked = re.findall(r"\]\((?!\.\.)([^)#]+)\)", (docs / "README.md").read_text())
+    assert sorted(linked) == sorted(
+        page.relative_to(docs).as_posix() for page in docs.rglob("*.md") if page.name != "README.md"
+    )
+
+
+def test_the_changelog_has_this_version() -> None:
+    assert f"\n## {octavo.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.long

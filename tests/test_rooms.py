@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import octavo
 PACKAGE = Path(octavo.__file__).parent
 
 # What each room may import from; `engine/clock.py` and the like are reached through their room.
+# None of these may import from `tools`.
 ENGINE: dict[str, set[str]] = {
     "models": set(),
     "loader": {"models", "strict_json", "_native"},
@@ -29,10 +31,7 @@ ENGINE: dict[str, set[str]] = {
         *("scheduler", "spec_decode", "sampling", "executor", "kv_cache", "models", "loader"),
         *("machine", "_native"),
     },
-    "server": {
-        *("tools.plan.calibration", "engine", "scheduler", "sampling", "kv_cache.tiers", "loader"),
-        "machine",
-    },
+    "server": {"engine", "scheduler", "sampling", "kv_cache.connectors", "loader", "machine"},
 }
 BELOW = {
     *("engine", "scheduler", "spec_decode", "sampling", "executor", "kv_cache", "models"),
@@ -102,3 +101,60 @@ def test_cache_and_scheduler_import_nothing_heavy(room: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_importing_the_engine_imports_no_tool_http_or_plotting_module() -> None:
+    modules = [
+        *("octavo.llm", "octavo.engine.engine", "octavo.engine.async_engine", "octavo.engine.load"),
+        *("octavo.engine.calibration", "octavo.scheduler.scheduler", "octavo.kv_cache.cache"),
+        *("octavo.executor.native.executor", "octavo.sampling.native", "octavo.models.families"),
+        *("octavo.spec_decode.speculator", "octavo.spec_decode.draft_model"),
+    ]
+    forbidden = (
+        *("octavo.tools.", "octavo.server.", "octavo.cli.", "starlette.", "uvicorn.", "httpx."),
+        *("matplotlib.", "typer.", "rich."),
+    )
+    script = (
+        f"import importlib, sys\n[importlib.import_module(m) for m in {modules!r}]\n"
+        f"print([m for m in sys.modules if (m + '.').startswith({forbidden})])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+# Names that may occur more than once. A command's module (cli/) has the command's name.
+REPEATED_MODULES = {"__init__", "base", "config"}
+# Temporary: duplicates that a room still has. A name leaves this list when it is unique.
+XFAIL_MODULES = {
+    *("awq", "batching", "build", "clients", "engine", "families", "fidelity", "gptq"),
+    *("hf_tokenizer", "keys", "layout", "medusa", "memory", "prompts", "quantization"),
+    *("report", "run", "scripted", "slo", "stream"),
+}
+XFAIL_CLASSES = {
+    *("Activate", "Add", "Answer", "Batch", "Choice", "Client", "Combine", "Counts"),
+    *("Draft", "Embed", "Figures", "Forecast", "Gate", "Guess", "Input", "Kind", "KvCache"),
+    *("Latency", "Layer", "Layout", "Limits", "Load", "Logits", "Outcome", "Parameter"),
+    *("Phase", "Place", "Plan", "Recipe", "Route", "Sample", "Saturation", "Scheme"),
+    *("Setting", "Slo", "Source", "Spread", "State", "Step", "Stored", "Target", "Tensor"),
+    *("TensorInfo", "Trial", "Watch", "Worker"),
+}
+
+
+def duplicates() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """The modules and the public classes whose names occur more than once, with their files."""
+    modules, classes = defaultdict(list), defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        if not file.startswith("cli/") and path.stem not in REPEATED_MODULES:
+            modules[path.stem].append(file)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes[node.name].append(file)
+    found = [{name: at for name, at in each.items() if len(at) > 1} for each in (modules, classes)]
+    return found[0], found[1]
+
+
+def test_no_two_modules_and_no_two_classes_have_one_name() -> None:
+    modules, classes = duplicates()
+    assert not {name: at for name, at in modules.items() if name not in XFAIL_MODULES}
+    assert not {name: at for name, at in classes.items() if name not in XFAIL_CLASSES}

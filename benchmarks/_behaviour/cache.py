@@ -45,7 +45,7 @@ def _asked(model: str, dtype: str, root: Path) -> tuple[list[Any], list[int]]:
         "kv_offload_dir": str(root),
         "kv_offload_disk": 1 << 30,
     }
-    prompts = [text[:1600] for text in models.texts()[:3]]
+    prompts = [text[:900] for text in models.texts()[:2]]
     with LLM(models.make(model, root), **settings) as llm:
         outputs = llm.generate(prompts, SamplingParams(**GREEDY), use_tqdm=False)
     return [shown(each, cached=False) for each in outputs], [o.num_cached_tokens for o in outputs]

@@ -33,7 +33,7 @@ def record(folder: Path, share: float) -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, "-W", "always", "-c", line], capture_output=True, text=True
         )
-        found["imports"][line] = "works" if done.returncode == 0 else done.stderr.splitlines()[-1]
+        found["imports"][line] = "fails" if done.returncode else "works"
         if done.returncode == 0 and done.stderr:
             wording[line] = done.stderr.splitlines()[0].partition(": ")[2]
     modules = ("octavo", "octavo.cli", "octavo.llm")

@@ -185,16 +185,21 @@ void bind_runtime(nb::module_ &m) {
     nb::class_<EmbedStep>(m, "EmbedStep")
         .def(nb::init<int64_t, Value, float>(), "matrix"_a, "out"_a, "scale"_a);
     nb::class_<InputStep>(m, "InputStep").def(nb::init<Value, int64_t>(), "out"_a, "width"_a);
-    nb::class_<NormStep>(m, "NormStep")
-        .def(nb::init<Value, int64_t, Value, int64_t, int64_t, float>(), "x"_a, "weight"_a, "out"_a,
-             "width"_a, "group"_a, "eps"_a);
-    nb::class_<AddStep>(m, "AddStep")
-        .def(nb::init<Value, Value, Value, int64_t>(), "x"_a, "y"_a, "out"_a, "width"_a);
-    nb::class_<GateStep>(m, "GateStep")
-        .def(nb::init<Value, Value, Value, int64_t, bool>(), "gate"_a, "up"_a, "out"_a, "width"_a,
-             "gelu"_a);
-    nb::class_<ActivateStep>(m, "ActivateStep")
-        .def(nb::init<Value, Value, int64_t, bool>(), "x"_a, "out"_a, "width"_a, "gelu"_a);
+    nb::class_<FunctionStep>(m, "FunctionStep")
+        .def(
+            "__init__",
+            [](FunctionStep *self, std::string name, std::vector<Value> inputs,
+               std::vector<int64_t> weights, std::vector<float> numbers, const Value &out,
+               int64_t width, int64_t group) {
+                new (self) FunctionStep{std::move(name),
+                                        std::move(inputs),
+                                        std::move(weights),
+                                        std::move(numbers),
+                                        out,
+                                        width,
+                                        group};
+            },
+            "name"_a, "inputs"_a, "weights"_a, "numbers"_a, "out"_a, "width"_a, "group"_a);
     nb::class_<PrepareStep>(m, "PrepareStep")
         .def(nb::init<Value, int64_t, int64_t, Prepared, int64_t>(), "x"_a, "format"_a, "k"_a,
              "out"_a, "order"_a);

@@ -120,8 +120,31 @@ void rope_pairs(float *head, const float *cos, const float *sin, int64_t dim) {
     });
 }
 
-constexpr RowKernels kKernels{rms_norm,  add,     add_scaled,  scale,     silu,
-                              gelu_tanh, softcap, rope_halves, rope_pairs};
+template <auto activate> void activated(const RowArguments &a) {
+    activate(a.inputs[0], a.inputs[1], a.out, a.n);
+}
+
+constexpr RowFunction kFunctions[] = {
+    {"rms_norm", 1, 1, 1,
+     [](const RowArguments &a) { rms_norm(a.inputs[0], a.weights[0], a.out, a.n, a.numbers[0]); }},
+    {"add", 2, 0, 0, [](const RowArguments &a) { add(a.inputs[0], a.inputs[1], a.out, a.n); }},
+    {"silu", 1, 0, 0, activated<silu>},
+    {"silu", 2, 0, 0, activated<silu>},
+    {"gelu_tanh", 1, 0, 0, activated<gelu_tanh>},
+    {"gelu_tanh", 2, 0, 0, activated<gelu_tanh>},
+};
+
+constexpr RowKernels kKernels{rms_norm,
+                              add,
+                              add_scaled,
+                              scale,
+                              silu,
+                              gelu_tanh,
+                              softcap,
+                              rope_halves,
+                              rope_pairs,
+                              kFunctions,
+                              sizeof(kFunctions) / sizeof(kFunctions[0])};
 
 } // namespace
 } // namespace OCTAVO_TIER

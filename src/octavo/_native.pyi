@@ -122,19 +122,17 @@ class EmbedStep:
 class InputStep:
     def __init__(self, out: Value, width: int) -> None: ...
 
-class NormStep:
+class FunctionStep:
     def __init__(
-        self, x: Value, weight: int, out: Value, width: int, group: int, eps: float
+        self,
+        name: str,
+        inputs: Sequence[Value],
+        weights: Sequence[int],
+        numbers: Sequence[float],
+        out: Value,
+        width: int,
+        group: int,
     ) -> None: ...
-
-class AddStep:
-    def __init__(self, x: Value, y: Value, out: Value, width: int) -> None: ...
-
-class GateStep:
-    def __init__(self, gate: Value, up: Value, out: Value, width: int, gelu: bool) -> None: ...
-
-class ActivateStep:
-    def __init__(self, x: Value, out: Value, width: int, gelu: bool) -> None: ...
 
 class PrepareStep:
     def __init__(self, x: Value, format: int, k: int, out: Prepared, order: int) -> None: ...
@@ -179,10 +177,7 @@ class CombineStep:
 RowStep = (
     EmbedStep
     | InputStep
-    | NormStep
-    | AddStep
-    | GateStep
-    | ActivateStep
+    | FunctionStep
     | PrepareStep
     | AngleStep
     | RopeStoreStep

@@ -89,6 +89,39 @@ def test_a_clone_without_the_native_module_says_what_to_run() -> None:
     assert "internal error" in _explain(ImportError("cannot import name 'other'"))
 
 
+def test_a_missing_nanobind_backend_is_named() -> None:
+    text = "Importing the extension '_native' failed because 'nanobind_backend' is not installed."
+    assert _explain(ImportError(text)) == f"octavo: {text}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("octavo ser", ["serve"]),
+        ("octavo plan mem", ["memory"]),
+        ("octavo serve smol", ["smollm2"]),
+        ("octavo pull gemma3", ["gemma3-270m"]),
+        ("octavo serve smollm2 --max-num-s", ["--max-num-seqs"]),
+        ("octavo serve -tp 2 --max-num-s", ["--max-num-seqs"]),  # refused, but not while one types
+        ("octavo quantize smollm2 --method g", ["gptq"]),
+        ("octavo serve ./no-such-model", []),  # the shell completes names of files
+    ],
+)
+def test_a_shell_completes(typed: str, completed: list[str]) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    result = CliRunner().invoke(
+        app, [], prog_name="octavo", env=words | {"_OCTAVO_COMPLETE": "complete_bash"}
+    )
+    assert result.output.split() == completed
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_script_for_the_shell_is_printed(shell: str) -> None:
+    env = {"_OCTAVO_COMPLETE": f"source_{shell}"}
+    result = CliRunner().invoke(app, [], prog_name="octavo", env=env)
+    assert f"_OCTAVO_COMPLETE=complete_{shell}" in result.output
+
+
 # --- generate ------------------------------------------------------------------------------------
 
 

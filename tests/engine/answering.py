@@ -13,14 +13,15 @@ from unittest.mock import patch
 
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import load_engine
-from octavo.engine.recompute import Recomputing
+from octavo.engine.recompute import RecomputeCost
+from octavo.kv_cache.connectors import NAMES
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import Request
 
 
 def answers(model: str, config: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:
     # Nobody is in a hurry: all that is cached is worth waiting for.
-    with patch.object(Recomputing, "seconds", lambda *_: 1e6):
+    with patch.object(RecomputeCost, "seconds", lambda *_: 1e6):
         return _answers(model, config, prompts)
 
 
@@ -47,9 +48,11 @@ def _answers(model: str, config: dict[str, Any], prompts: list[list[int]]) -> li
                 "tokens": tokens,
                 "logprobs": logprobs,
                 "cached": record.cached_tokens,
-                "host": after.prefix_hits_host - before.prefix_hits_host,
-                "disk": after.prefix_hits_disk - before.prefix_hits_disk,
-                "corrupted": after.tiers.corrupted_blocks if after.tiers else 0,
+                **{
+                    name: after.external_hits.get(name, 0) - before.external_hits.get(name, 0)
+                    for name in NAMES
+                },
+                "corrupted": sum(each.corrupted_blocks for each in after.connectors.values()),
             }
         )
     engine.close()

@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from octavo.engine.clock import Clock, VirtualClock
 from octavo.engine.engine import Engine
-from octavo.engine.pace import Pace
+from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.base import Batch, Float32, Int32, StepResult
 from octavo.executor.cost import CostModel, Rates
+from octavo.kv_cache.connectors.manager import ConnectorManager
 from octavo.kv_cache.layout import KvDtype, KvGroup, KvLayout
-from octavo.kv_cache.prefix import Hash, chain_hash
-from octavo.kv_cache.tiers import Tiers
+from octavo.kv_cache.prefix_index import Hash, chain_hash
 from octavo.models.config import Activation, Layer, ModelConfig, Rope
 from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
@@ -340,7 +340,7 @@ def build(
     max_num_queued_tokens: int | None = None,
     vocab: int = VOCAB,
     hasher: Hash = chain_hash,
-    tiers: Tiers | None = None,
+    connectors: ConnectorManager | None = None,
     clock: Clock | None = None,
     eos: Collection[int] = (),
     duration: float = 0.001,
@@ -369,8 +369,8 @@ def build(
     )
     kv_layout = layout(windows, block_size)
     scheduler = Scheduler(config, kv_layout, num_blocks, hasher=hasher)
-    if tiers is not None:
-        scheduler.kv.extend(tiers)
+    if connectors is not None:
+        scheduler.kv.attach(connectors)
     executor = CheckingExecutor(
         kv_layout,
         num_blocks,
@@ -379,11 +379,11 @@ def build(
         duration=duration,
     )
     executor.scheduler = scheduler
-    pace: Pace | None = None
+    pace: StepTimePredictor | None = None
     if itl_target is not None:
         # Guesses that are far off: each step takes ``duration``.
         costs = CostModel(program(model(windows)), kv_layout)
-        pace = Pace(costs, Rates(1e7, 1e8, 1e-5), measured=False)
+        pace = StepTimePredictor(costs, Rates(1e7, 1e8, 1e-5), measured=False)
     return Engine(
         executor,
         scheduler,
@@ -393,5 +393,5 @@ def build(
         eos_token_ids=eos,
         seed=seed,
         speculator=speculator,
-        pace=pace,
+        step_times=pace,
     )

@@ -76,14 +76,14 @@ class Oracle:
         seq = next(seq for seq, number in numbers.items() if number == sequence)
         assert self._texts[sequence] == seq.token_ids.tolist()
         owner = seq.owner
-        generated = len(seq.token_ids) - owner.num_prompt_tokens
+        generated = len(seq.token_ids) - owner.prompt_tokens
         rng = self._random
         length = count + 3 if self.kind == "long" else count
         if self.kind == "short":
             length = rng.randint(0, count)
         draft = []
         for at in range(length):
-            state = FakeState(owner.request.params.seed or 0, seq.choice, [0] * (generated + at))
+            state = FakeState(owner.params.seed or 0, seq.choice, [0] * (generated + at))
             token = self._sampler.draw(state)
             wrong = {"wrong": 1.0, "half": 0.5, "first": float(at > 0)}.get(self.kind, 0.0)
             draft.append((token + 1) % VOCAB if rng.random() < wrong else token)
@@ -308,10 +308,10 @@ class Branching(Speculator):
         length = rng.choice((0, 1, 2, 3, 5, 9, 40))
         right = rng.choice((0, 0, 1, 2, length))
         owner = seq.owner
-        generated = len(seq.token_ids) - owner.num_prompt_tokens
+        generated = len(seq.token_ids) - owner.prompt_tokens
         path = []
         for at in range(length):
-            state = FakeState(owner.request.params.seed or 0, seq.choice, [0] * (generated + at))
+            state = FakeState(owner.params.seed or 0, seq.choice, [0] * (generated + at))
             path.append(sampler.draw(state) if at < right else rng.randrange(sampler.vocab))
         return path
 

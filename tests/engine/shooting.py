@@ -16,7 +16,7 @@ import octavo
 _ROOT = str(Path(octavo.__file__).parent)
 # What picks up the pieces is not shot at: who fails there has nobody left to turn to but the thread
 # that runs the engine, which ends (tests/engine/test_async_faults.py).
-_SPARED = frozenset(("_start_over", "start_over", "reject", "refuse", "_accuse", "check_integrity"))
+_SPARED = frozenset(("start_over", "reject", "refuse", "_log_once", "check_integrity"))
 
 
 @cache
@@ -31,7 +31,7 @@ def _calls(path: str) -> frozenset[int]:
         # An observer that raises is a case of its own: here it is what checks.
         and not lines[node.lineno - 1]
         .lstrip()
-        .startswith(("observer.on_", "self._accuse(", "logger."))
+        .startswith(("observer.on_", "self._log_once(", "logger."))
     )
 
 

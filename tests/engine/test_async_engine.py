@@ -143,7 +143,7 @@ async def test_drain_aborts_what_is_left_at_the_timeout() -> None:
     task = asyncio.create_task(collect(engine.submit(request("a", [1], max_tokens=200))))
     await until(lambda: steps.asked, "a step")
     drain = asyncio.create_task(engine.drain(0.01))
-    await until(lambda: engine._aborts, "the abort")
+    await until(lambda: engine._calls, "the abort")
     steps.let_all()
     assert not await drain
     assert (await task)[-1].finish_reason is FinishReason.ABORT

@@ -18,7 +18,7 @@ from octavo.engine import collector
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import RealClock
 from octavo.scheduler.request import Outcome
-from octavo.scheduler.sequence import RequestState, Sequence
+from octavo.scheduler.sequence import Sequence
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_of_requests_that_have_ended_nothing_stays_without_a_collector(
     executor = engine.executor
     assert isinstance(executor, CheckingExecutor)
     with no_collector():
-        before = alive(RequestState, Sequence)
+        before = alive(Sequence)
         for index in range(20):
             engine.add_request(request(f"{index}", [index] * 30, max_tokens=5, n=1 + index % 3))
         engine.step()
@@ -64,7 +64,7 @@ def test_of_requests_that_have_ended_nothing_stays_without_a_collector(
         engine.add_request(request("last", [1], max_tokens=1))  # its step was one with a prompt
         run(engine)
         executor._prefixes.clear()
-        assert alive(RequestState, Sequence) == before
+        assert alive(Sequence) == before
 
 
 def test_a_prompt_is_one_object_for_the_collector() -> None:
@@ -83,11 +83,11 @@ def test_a_prompt_is_one_object_for_the_collector() -> None:
 def test_nobody_is_guilty_of_what_fails_behind_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build()
     engine.add_request(request("a", [1], max_tokens=3))
-    (state,) = engine._requests.values()
-    lets_go, faults = engine._let_go, [MemoryError()]
+    (state,) = engine.requests.values()
+    lets_go, faults = engine._release, [MemoryError()]
 
     def nothing_runs(_: object) -> None:
-        engine._alone = state
+        engine.culprit = state
 
     def fails() -> None:
         if faults:
@@ -96,16 +96,16 @@ def test_nobody_is_guilty_of_what_fails_behind_the_step(monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patched:
         patched.setattr(engine, "_step", nothing_runs)
-        patched.setattr(engine, "_let_go", fails)
+        patched.setattr(engine, "_release", fails)
         assert engine.step() == []
     run(engine)
-    assert state.record.outcome is Outcome.FINISHED
+    assert state.outcome is Outcome.FINISHED
 
 
 def test_a_closed_engine_keeps_nobody() -> None:
     engine = build()
     engine.add_request(request("a", [1], max_tokens=3))
-    (state,) = engine._requests.values()
+    (state,) = engine.requests.values()
     engine.close()
     assert not state.sequences
 
@@ -174,7 +174,7 @@ def test_so_many_objects_grow_old_until_there_is_a_full_pass(
             made.append([])
     finally:
         gc.callbacks.remove(note)
-        collector.let_go()
+        collector.release()
         gc.set_threshold(*before)
         gc.unfreeze()
     assert 0.8 * most < len(made) < 1.02 * most
@@ -187,7 +187,7 @@ def test_where_there_are_no_full_passes_nothing_is_held_back(
     before = gc.get_threshold()
     collector.hold_back()
     assert gc.get_threshold() == before
-    collector.let_go()
+    collector.release()
     assert gc.get_threshold() == before
 
 

@@ -27,9 +27,8 @@ class Sequence:
 
     def __init__(self, prompt: list[int], top: int) -> None:
         params = SimpleNamespace(prompt_logprobs=top)
-        self.owner = SimpleNamespace(
-            request=SimpleNamespace(prompt_token_ids=prompt, params=params)
-        )
+        self.token_ids = prompt
+        self.owner = SimpleNamespace(params=params)
 
 
 def sliced(logits: Float32, rows: int) -> StepResult:

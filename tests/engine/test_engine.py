@@ -265,7 +265,7 @@ def three_suspects(engine: Engine) -> list[RequestRecord]:
     engine.step()
     engine.executor.crashes.append("half")
     engine.step()
-    assert engine.scheduler.alone is not None
+    assert engine.scheduler.isolated is not None
     return records
 
 
@@ -304,11 +304,11 @@ def test_nobody_runs_whom_the_engine_does_not_know() -> None:
             raise MemoryError("injected")
 
     engine = build()
-    engine._requests = Full()
+    engine.requests = Full()
     with pytest.raises(MemoryError):
         engine.add_request(request("a", [1] * 5))
     assert not engine.scheduler.has_work()
-    engine._requests = {}
+    engine.requests = {}
     assert engine.add_request(request("a", [1] * 5, max_tokens=3)).outcome is None
     run(engine)
 

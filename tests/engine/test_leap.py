@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import repeat
 from math import inf
 from typing import Any
@@ -20,7 +20,7 @@ from engine.world import drawn_policy, random_terms
 from octavo.engine.clock import RealClock, VirtualClock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.leap import Leap
-from octavo.engine.pace import Pace
+from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.base import Batch, Int32, StepResult
 from octavo.executor.cost import CostModel, Rates
 from octavo.executor.simulated.simulated import SimulatedExecutor
@@ -135,7 +135,7 @@ class Times:
     """An observer of steps: their beginnings and ends, and whom they decoded."""
 
     steps: list[tuple[float, float, list[tuple[int, int]]]] = field(default_factory=list)
-    outcomes: list[RequestRecord] = field(default_factory=list)
+    outcomes: list[list[Any]] = field(default_factory=list)
 
     def on_step(self, step: Step) -> None:
         decodes = [seq.order for seq in step.scheduled.decodes]
@@ -149,7 +149,7 @@ class Times:
         ]
 
     def on_end(self, record: RequestRecord) -> None:
-        self.outcomes.append(record)
+        self.outcomes.append(told(record))
 
 
 def build(load: Load) -> Engine:
@@ -167,19 +167,24 @@ def build(load: Load) -> Engine:
         VirtualClock(),
         vocab_size=VOCAB,
         seed=1,
-        pace=Pace(executor.costs, load.rates, learns=False) if paced else None,
+        step_times=StepTimePredictor(executor.costs, load.rates, learns=False) if paced else None,
     )
+
+
+def told(record: RequestRecord) -> list[Any]:
+    """All that a record says, but for its sequences."""
+    return [getattr(record, each.name) for each in fields(record) if each.name != "sequences"]
 
 
 def state(engine: Engine) -> dict[str, Any]:
     """All that decides what comes next, and all that is reported."""
     scheduler = engine.scheduler
     kv = scheduler.kv
-    requests = engine._requests.values()
+    requests = engine.requests.values()
     return {
         "now": engine.clock.now(),
         "stats": replace(engine.stats()),
-        "records": [replace(request.record) for request in requests],
+        "records": [told(record) for record in requests],
         "tokens": [
             (seq.status, seq.slot, seq.token_ids.tolist(), seq.output.num_tokens)
             for request in requests
@@ -204,11 +209,11 @@ def state(engine: Engine) -> dict[str, Any]:
         },
         "waiting": [(seq.order, seq.queued, seq.stood) for seq in scheduler.waiting],
         "served": (
-            [scheduler.policy.served(request.request.client) for request in requests]
+            [scheduler.policy.served(request.client) for request in requests]
             if isinstance(scheduler.policy, Fair)
             else None
         ),
-        "blocked": scheduler._blocked,
+        "blocked": scheduler._refused,
         "to join": scheduler._to_join,
     }
 

@@ -1,5 +1,5 @@
-"""Tiers of a loaded engine: the same bits from wherever they come, also in another process, and
-nothing from another model, tokenizer, rounding or build.
+"""Connectors of a loaded engine: the same bits wherever blocks come from, also in another process,
+and no block of another model, tokenizer, rounding or numerics version.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from octavo.engine import offload
 from octavo.engine.cache_plan import plan_cache
 from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
 from octavo.engine.load import load_engine
+from octavo.executor.native.executor import NativeExecutor
 from octavo.kv_cache.cache import peak_blocks
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader.base import WeightFormat
@@ -146,14 +147,11 @@ def test_one_weight_that_differs(tmp_path: Path) -> None:
     assert cached_by(tmp_path / "altered.gguf", folder) == 0
 
 
-def test_another_tokenizer_or_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, folder = ORACLES / "tiny-llama.gguf", tmp_path / "cache"
     assert cached_by(model, folder) == 0
     with monkeypatch.context() as changed:
         changed.setattr(offload, "_tokenizer_digest", lambda tokenizer: b"another")
-        assert cached_by(model, folder) == 0
-    with monkeypatch.context() as changed:
-        changed.setattr(offload, "build_digest", lambda: b"another")
         assert cached_by(model, folder) == 0
     assert cached_by(model, folder) == 96
 
@@ -169,7 +167,8 @@ from octavo.kv_cache.layout import KvLayout
 from octavo.models.families import program
 checkpoint = load(Path(sys.argv[1]))
 config = replace(checkpoint.config, biases=frozenset({"attn_q", "attn_k", "attn_v"}))
-executor = SimpleNamespace(layout=KvLayout.of(config), weights_digest=b"weights", isa="generic")
+able = SimpleNamespace(name="native", tier="generic", numerics=1)
+executor = SimpleNamespace(layout=KvLayout.of(config), digest=b"weights", capabilities=able)
 print(offload.engine_digest(executor, program(config), checkpoint.tokenizer, None).hex())
 """
 
@@ -199,27 +198,21 @@ def test_a_tokenizer_is_told_from_another() -> None:
     assert offload._tokenizer_digest(stop) != offload._tokenizer_digest(one)
 
 
-def test_a_build_is_told_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of code or a byte of the kernels."""
-    package = tmp_path / "octavo"
-    for name in (
-        "__init__.py",
-        "executor/native/lower.py",
-        "models/rope.py",
-        "server/app.py",
-        "_native.so",
-    ):
-        file = package / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("1")
-    monkeypatch.setattr(octavo, "__file__", str(package / "__init__.py"))
-    known = {offload.build_digest()}
-    for name in ("executor/native/lower.py", "models/rope.py", "_native.so"):
-        (package / name).write_text("2")
-        known.add(offload.build_digest())
-    assert len(known) == 4
-    (package / "server/app.py").write_text("2")
-    assert offload.build_digest() in known
+def test_the_digest_names_the_numerics_and_not_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache outlives a release that computes the same bits, whatever changes in its text."""
+    model, folder = ORACLES / "tiny-llama.gguf", tmp_path / "cache"
+    assert cached_by(model, folder) == 0
+    with monkeypatch.context() as changed:
+        changed.setattr(octavo, "__version__", "another")
+        changed.setattr(Path, "read_bytes", None)
+        assert cached_by(model, folder) == 96
+    with monkeypatch.context() as changed:
+        able = NativeExecutor.capabilities
+        raised = replace(able, numerics=able.numerics + 1)
+        changed.setattr(NativeExecutor, "capabilities", raised)
+        assert cached_by(model, folder) == 0
 
 
 # Settings
@@ -385,7 +378,6 @@ def test_the_start_report_says_what_there_is(tmp_path: Path) -> None:
 
 def test_formats_are_named_in_the_digest() -> None:
     """Equal bytes in another format are other weights."""
-    from octavo.executor.native.executor import NativeExecutor
 
     def digest(format: WeightFormat) -> bytes:
         checkpoint = tiny.checkpoint(tiny.config(), format)
@@ -401,7 +393,7 @@ def test_formats_are_named_in_the_digest() -> None:
             threads=1,
             digest=True,
         )
-        found = executor.weights_digest
+        found = executor.digest
         executor.close()
         return found
 

@@ -169,9 +169,9 @@ class Shares:
             self._counted[source.name] = len(source.records)
         left = 0.0
         for name, tokens in (
-            *((chunk.seq.owner.request.client, chunk.size) for chunk in step.scheduled.chunks),
+            *((chunk.seq.owner.client, chunk.size) for chunk in step.scheduled.chunks),
             *(
-                (seq.owner.request.client, 2 * len(drawn))
+                (seq.owner.client, 2 * len(drawn))
                 for seq, drawn in zip(step.scheduled.samples, step.drawn.runs, strict=True)
             ),
         ):

@@ -1,12 +1,12 @@
-"""What computing a part of a prompt would take: what the pace predicts, and a margin less."""
+"""The cost of computing a part of a prompt: what the predictor says, less a margin."""
 
 from __future__ import annotations
 
 import pytest
 
 from executor import tiny
-from octavo.engine.pace import Pace, guessed
-from octavo.engine.recompute import Recomputing, _chunk
+from octavo.engine.recompute import RecomputeCost, _chunk
+from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.cost import CostModel, Rates
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.families import program
@@ -21,28 +21,32 @@ def predicted(start: int, tokens: int) -> float:
 
 
 def test_it_is_the_paces_in_steps_of_the_engines_size() -> None:
-    pace = Pace(COSTS, RATES)
-    recomputing = Recomputing(pace, 100)
-    assert recomputing.seconds(0, 80) == pytest.approx(predicted(0, 80) * pace.margin)
+    pace = StepTimePredictor(COSTS, RATES)
+    cost = RecomputeCost(pace, 100)
+    assert cost.seconds(0, 80) == pytest.approx(predicted(0, 80) * pace.margin)
     total = predicted(50, 100) + predicted(150, 100) + predicted(250, 7)
-    assert recomputing.seconds(50, 207) == pytest.approx(total * pace.margin)
-    assert recomputing.seconds(400, 50) > recomputing.seconds(0, 50)  # more keys to attend to
-    assert recomputing.per_token == recomputing.seconds(0, 100) / 100
+    assert cost.seconds(50, 207) == pytest.approx(total * pace.margin)
+    assert cost.seconds(400, 50) > cost.seconds(0, 50)  # more keys to attend to
+    assert cost.seconds(0, 100) == pytest.approx(predicted(0, 100) * pace.margin)
 
 
 def test_it_follows_the_pace() -> None:
-    pace = Pace(COSTS, RATES)
-    recomputing = Recomputing(pace, 100)
-    before = recomputing.per_token
+    pace = StepTimePredictor(COSTS, RATES)
+    cost = RecomputeCost(pace, 100)
+    before = cost.seconds(0, 100)
     for _ in range(40):
         pace.learn(_chunk(0, 100), 3 * predicted(0, 100))
-    assert recomputing.seconds(0, 100) == pytest.approx(3 * predicted(0, 100), rel=0.1)
-    assert recomputing.per_token == recomputing.seconds(0, 100) / 100
+    assert cost.seconds(0, 100) == pytest.approx(3 * predicted(0, 100), rel=0.1)
     pace.calibrate(RATES)
-    assert recomputing.per_token == pytest.approx(before)
+    assert cost.seconds(0, 100) == pytest.approx(before)
 
 
 def test_a_guess_is_not_believed_to_be_too_slow() -> None:
     """Of a machine not known yet: it may be several times as fast as the guess."""
-    known, unknown = Pace(COSTS, guessed(2)), Pace(COSTS, guessed(2), measured=False)
-    assert Recomputing(unknown, 100).seconds(0, 100) < Recomputing(known, 100).seconds(0, 100) / 5
+    known, unknown = (
+        StepTimePredictor(COSTS, guessed(2)),
+        StepTimePredictor(COSTS, guessed(2), measured=False),
+    )
+    assert (
+        RecomputeCost(unknown, 100).seconds(0, 100) < RecomputeCost(known, 100).seconds(0, 100) / 5
+    )

@@ -21,7 +21,6 @@ import pytest
 from engine.test_speculation import Letters
 from executor import tiny
 from octavo.engine.clock import RealClock
-from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine, Step
 from octavo.executor.base import Float32
 from octavo.executor.native.executor import NativeExecutor
@@ -191,7 +190,7 @@ def running(
         sampler,
         RealClock(),
         vocab_size=VOCAB,
-        text=lambda params, ending: IncrementalDetokenizer(Letters(), params, ending),  # type: ignore
+        tokenizer=Letters(),  # type: ignore[arg-type]
         speculator=speculator,
     )
     try:
@@ -277,7 +276,7 @@ def live(engine: Engine, count: int) -> tuple[Counter[tuple[int, ...]], list[Req
             )
             waiting.append(request(f"other {index}", prompt, other))
     while waiting or engine.has_work():
-        while waiting and len(engine._requests) < 40:
+        while waiting and len(engine.requests) < 40:
             engine.add_request(waiting.pop())
         for delta in engine.step():
             life = lives.setdefault((delta.request_id, delta.choice), Life())

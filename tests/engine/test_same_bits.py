@@ -1,8 +1,8 @@
 """Same request, same bits: logits and tokens of a request in any load equal those of it alone.
 
 Each case is drawn from a seed: a model and weight format, an engine (threads, chunk sizes, block
-size, pool down to the smallest that admits the requests, prefix cache on or off, with a tier in
-host memory and one on disk behind it, speculation by one of several drafters), and a load of 1 to
+size, pool down to the smallest that admits the requests, prefix cache on or off, with KV connectors
+in host memory, on disk and elsewhere, speculation by one of several drafters), and a load of 1 to
 32 requests with every sampling option that arrive and are aborted at drawn moments, on a cache that
 is warm or cold. Some of the requests are then run alone, on one thread, in one chunk, without a
 cache or drafts, and every logits row is compared byte for byte.
@@ -22,13 +22,13 @@ import numpy as np
 import pytest
 
 import octavo.loader
-from engine.tiering import eager_tiers
+from engine.connecting import eager_connectors
 from executor import tiny
 from octavo import _native
 from octavo.engine.clock import RealClock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.outputs import Delta
-from octavo.engine.pace import Pace, guessed
+from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.native.executor import NativeExecutor
 from octavo.kv_cache.cache import peak_blocks
 from octavo.kv_cache.layout import KvDtype, KvLayout
@@ -106,8 +106,9 @@ class Setting:
     draft_blocks: float = 4.0  # as many of the longest sequences its cache holds
     spare_rows: int = 7  # of logits, for drafts
     max_branches: int = 0
-    host_blocks: int = 0  # of a tier of the prefix cache in host memory; 0: none
-    disk: bool = False  # a tier on disk behind it, which now and then loses a block
+    host_blocks: int = 0  # of the connector in host memory; 0: no connectors
+    disk: bool = False  # a connector on disk too, which now and then loses a block
+    remote: bool = False  # one on another machine too
 
 
 class Doubtful(SuffixDrafter):
@@ -229,7 +230,7 @@ class Recorder(NativeSampler):
         for index, (seq, run) in enumerate(
             zip(step.scheduled.samples, step.drawn.runs, strict=True)
         ):
-            trace = self.of(seq.owner.request.request_id)
+            trace = self.of(seq.owner.request_id)
             state = seq.output.sampler
             places = range(state.num_generated - len(run), state.num_generated)
             rows = [self.drawn_from[id(state), place] for place in places]
@@ -250,7 +251,7 @@ class Covered(NamedTuple):
     accepted: int  # draft tokens
     rejected: int
     taken: int  # branches
-    loaded: int  # blocks from other tiers
+    loaded: int  # blocks from connectors
 
 
 def smallest_pool(layout: KvLayout, setting: Setting) -> int:
@@ -275,7 +276,9 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
     )
     scheduler = Scheduler(limits, layout, num_blocks)
     if setting.host_blocks:
-        scheduler.kv.extend(eager_tiers(layout, setting.host_blocks, disk=setting.disk))
+        disk, remote = setting.disk, setting.remote
+        connectors = eager_connectors(layout, setting.host_blocks, disk=disk, remote=remote)
+        scheduler.kv.attach(connectors)
     executor = NativeExecutor(
         checkpoint,
         compute,
@@ -312,7 +315,8 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         vocab_size=vocab,
         eos_token_ids={EOS},
         speculator=speculator,
-        pace=setting.itl_target and Pace(executor.costs, guessed(setting.threads), measured=False),
+        step_times=setting.itl_target
+        and StepTimePredictor(executor.costs, guessed(setting.threads), measured=False),
     )
     engine.observers.append(recorder)
     try:
@@ -411,7 +415,8 @@ def check_case(
         setting = replace(setting, drafter="forked", max_branches=16, itl_target=None)
     if setting.enable_prefix_caching and guess.random() < 0.6:
         host_blocks = max(1, int((setting.num_blocks or 1) * guess.choice((0.5, 3.0))))
-        setting = replace(setting, host_blocks=host_blocks, disk=guess.random() < 0.5)
+        disk, remote = guess.random() < 0.5, guess.random() < 0.3
+        setting = replace(setting, host_blocks=host_blocks, disk=disk, remote=remote)
     tight = rng.random() < 0.4  # short prompts, long outputs, few blocks: preemptions
     if tight:
         layout = KvLayout.of(checkpoint.config, setting.block_size, setting.kv_dtype)
@@ -466,7 +471,7 @@ def check_case(
             )
     accepted, drafted = stats.accepted_tokens, stats.draft_tokens
     preemptions, hits = stats.preemptions, stats.prefix_hits
-    loaded = stats.tiers.loaded_blocks if stats.tiers else 0
+    loaded = sum(each.loaded_blocks for each in stats.connectors.values())
     return Covered(rows, preemptions, hits, accepted, drafted - accepted, recorder.taken, loaded)
 
 

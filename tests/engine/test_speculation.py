@@ -15,11 +15,9 @@ import pytest
 from engine.checking import CheckingExecutor, FakeSampler, build
 from engine.drafting import Coin, Finding, Heads, Oracle, Passes, Turning
 from octavo.engine.clock import VirtualClock
-from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.outputs import Delta
 from octavo.engine.stats import EngineStats
-from octavo.engine.text import NoText, TextFactory
 from octavo.executor.base import Batch, StepResult
 from octavo.executor.cost import Rates
 from octavo.executor.simulated.simulated import SimulatedExecutor
@@ -78,7 +76,7 @@ def simulator(
     reading: float = 0.0,
     pinned: int | None = None,
     stop_rate: float = 0.0,
-    text: TextFactory = NoText,
+    tokenizer: Any = None,
     eos: Collection[int] = (),
 ) -> Engine:
     """The engine on a cost model; ``rate``: of right guesses, None: no speculation; ``cost``:
@@ -109,7 +107,7 @@ def simulator(
         clock,
         vocab_size=MODEL.vocab_size,
         eos_token_ids=eos,
-        text=text,
+        tokenizer=tokenizer,
         speculator=speculator,
     )
 
@@ -179,11 +177,10 @@ def answers(engine: Engine, requests: int, **params: Any) -> tuple[dict[Any, Ans
 def test_answers_end_where_they_would_have_ended(
     rate: float, pinned: int | None, params: dict[str, Any]
 ) -> None:
-    def text(settings: SamplingParams, ending: frozenset[int]) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(Letters(), settings, ending)  # type: ignore[arg-type]
-
     def run(rate: float | None) -> tuple[dict[Any, Answer], EngineStats]:
-        engine = simulator(8, rate=rate, pinned=pinned, stop_rate=0.03, text=text, eos=(7,))
+        engine = simulator(
+            8, rate=rate, pinned=pinned, stop_rate=0.03, tokenizer=Letters(), eos=(7,)
+        )
         return answers(engine, 5, **params)
 
     expected, _ = run(None)

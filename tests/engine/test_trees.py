@@ -108,8 +108,8 @@ class Told(Branching):
         return [tree[0] for tree in trees]
 
     def _named(self, seq: Seq, path: list[int]) -> list[int]:
-        generated = len(seq.token_ids) - seq.owner.num_prompt_tokens
-        seed = seq.owner.request.params.seed or 0
+        generated = len(seq.token_ids) - seq.owner.prompt_tokens
+        seed = seq.owner.params.seed or 0
         states = [FakeState(seed, seq.choice, [0] * (generated + at)) for at in range(len(path))]
         return [
             (self.sampler.draw(state) + off) % VOCAB

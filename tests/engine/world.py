@@ -15,15 +15,14 @@ from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from engine.checking import VOCAB, CheckingExecutor, FakeSampler, FakeState, build, layout
+from engine.connecting import FaultyDisk, Remote, told_connectors
 from engine.drafting import Branching, Oracle
 from engine.shooting import Shot, shooting
-from engine.tiering import FaultyDisk, slow_tiers
 from octavo.engine.clock import VirtualClock
-from octavo.engine.detokenize import Released
+from octavo.engine.detokenize import IncrementalDetokenizer, Released
 from octavo.engine.engine import Step
 from octavo.engine.outputs import Delta
-from octavo.engine.text import NoText
-from octavo.kv_cache.measured import Measured
+from octavo.kv_cache.transfer_cost import Measured
 from octavo.sampling.params import InvalidParameter, SamplingParams
 from octavo.scheduler.request import (
     AdmissionError,
@@ -59,13 +58,13 @@ class Leaping(VirtualClock):
         self._now += seconds
 
 
-class Words(NoText):
+class Words(IncrementalDetokenizer):
     """A word a token, the last of which is held back. The next push after ``fail`` fails."""
 
     fail = False
 
     def __init__(self, params: SamplingParams, ending_ids: frozenset[int]) -> None:
-        super().__init__(params, ending_ids)
+        super().__init__(None, params, ending_ids)
         self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> Released:
@@ -145,9 +144,10 @@ class Setting:
     vocab: int = 3
     hashes: int = 0  # how many different hashes there are, to force collisions; 0: all
     max_num_queued_reqs: int | None = None
-    host_blocks: int = 0  # of a tier in host memory; 0: none
+    host_blocks: int = 0  # of the connector in host memory; 0: no connectors
     load_seconds: float = 0.0  # that copying a block in from there takes
-    disk: bool = False  # a tier on disk behind it, which now and then loses a block
+    disk: bool = False  # a connector on disk too, which now and then loses a block
+    remote: bool = False  # one on another machine too, whose answers arrive late
     drafter: str | None = None  # a kind of `Oracle`
     num_drafts: int | None = None
     rejection: bool = False
@@ -186,7 +186,8 @@ class Setting:
         )
         if setting.enable_prefix_caching and rng.random() < 0.5:
             host_blocks = max(1, int(setting.num_blocks * rng.choice((0.3, 1.0, 4.0))))
-            setting = replace(setting, host_blocks=host_blocks, disk=rng.random() < 0.5)
+            disk, remote = rng.random() < 0.5, rng.random() < 0.3
+            setting = replace(setting, host_blocks=host_blocks, disk=disk, remote=remote)
         if rng.random() < 0.15:
             setting = replace(setting, batching="static")
         if rng.random() < 0.15:
@@ -241,14 +242,17 @@ class World:
             value = plain_hash(parent, content)
             return value % setting.hashes if setting.hashes else value
 
-        self.tiers = None
+        self.connectors = None
         clock = Leaping()
         if setting.host_blocks:
             shape = layout(setting.windows, setting.block_size)
             disk = FaultyDisk(shape.block_bytes, 40, clock.now) if setting.disk else None
-            self.tiers = slow_tiers(shape, setting.host_blocks, disk=disk, clock=clock)
+            remote = Remote() if setting.remote else None
+            self.connectors = told_connectors(
+                shape, setting.host_blocks, disk=disk, remote=remote, clock=clock
+            )
         self.engine = build(
-            tiers=self.tiers,
+            connectors=self.connectors,
             clock=clock,
             windows=setting.windows,
             block_size=setting.block_size,
@@ -276,8 +280,8 @@ class World:
         self.sampler.broken.update({BROKEN_SEED: 0, LATE_SEED: 3})
         self.executor.poison = POISON
         self.executor.slice_rows = setting.slice_rows
-        if self.tiers is not None and setting.load_seconds:
-            self.tiers.worth.loading = Measured(setting.load_seconds, clock.now)
+        if self.connectors is not None and setting.load_seconds:
+            self.connectors.cost.loading = Measured(setting.load_seconds, clock.now)
             import_blocks = self.executor.import_blocks
 
             def slow_import(blocks: Any, data: Any) -> None:
@@ -285,7 +289,7 @@ class World:
                 import_blocks(blocks, data)
 
             self.executor.import_blocks = slow_import  # type: ignore[method-assign]
-        self.engine._text = Words
+        self.engine.new_text = Words
         Words.fail = False
         if setting.drafter is not None:
             oracle = Oracle(setting.drafter, self.sampler)
@@ -329,16 +333,17 @@ class World:
         unfinished = [
             seq
             for life in self.lives.values()
-            if (state := self.engine._requests.get(life.record.request_id))
+            if (state := self.engine.requests.get(life.record.request_id))
             for seq in state.sequences
-            if seq.status not in (Status.FORKING, Status.FETCHING, Status.HELD, Status.FINISHED)
+            if seq.status not in (Status.FORKING, Status.FETCHING, Status.PAUSED, Status.FINISHED)
         ]
         whole = not self.setting.chunked_prefill  # then a prompt may wait for others to end
-        if unfinished and not step.scheduled.stale and scheduler.alone is None and not whole:
+        if unfinished and not step.scheduled.stale and scheduler.isolated is None and not whole:
             rank = scheduler.policy.rank
-            # Among those that run: who waits comes to its turn. With a disk, too: whoever was let
-            # in while another waited for it, or was paused, is not sent away again.
-            if scheduler.policy.displaces_any or self.setting.disk or self.pauses:
+            # Among those that run: who waits comes to its turn. With a disk or a remote, too: who
+            # was admitted while another waited for it, or was paused, is not preempted for that.
+            slow = self.setting.disk or self.setting.remote
+            if scheduler.policy.preempts or slow or self.pauses:
                 unfinished = scheduler.decoding + scheduler.prefilling
             if self.setting.itl_target is not None:
                 # Who is let in by a step, ahead of others by rank, may find no time left in it.
@@ -356,7 +361,7 @@ class World:
                 and first not in step.scheduled.sequences
                 and not any(rank(seq) < rank(first) for seq in loaded)
             ):
-                to_load = scheduler.kv.loading.num_blocks(first.slot)
+                to_load = scheduler.kv.num_to_load(first.slot)
                 assert to_load < self.to_load.get(first, 0), "the first does not progress"
         assert 0.0 <= scheduler.kv.waste() <= 1.0
         self.sizes.append(max(map(len, step.drawn.runs), default=0))
@@ -542,13 +547,13 @@ class World:
     def step(self) -> None:
         scheduler = self.engine.scheduler
         self.ran = scheduler.decoding + scheduler.prefilling
-        num_blocks = scheduler.kv.loading.num_blocks
-        self.to_load = {seq: num_blocks(seq.slot) for seq in scheduler.prefilling}
-        held = [] if scheduler._suspects else [*scheduler._paused]
+        num_to_load = scheduler.kv.num_to_load
+        self.to_load = {seq: num_to_load(seq.slot) for seq in scheduler.prefilling}
+        held = [] if scheduler.isolated else [*scheduler._pausing]
         with self.shot() as shot:
             deltas = self.engine.step()
         for delta in deltas:  # but for a last word of one that is ended
-            paused = any(state.record.request_id == delta.request_id for state in held)
+            paused = any(state.request_id == delta.request_id for state in held)
             begun = delta.request_id in self.lives and self.lives[delta.request_id].deltas
             assert not (paused and begun and delta.token_ids), "a paused request went on"
         self.shots += shot is not None and shot.hit is not None
@@ -561,7 +566,7 @@ class World:
             assert written == len(seq.token_ids) - 1
             held = written  # rejected drafts keep no blocks
             if self.setting.memory == "reserve":
-                held = seq.owner.num_prompt_tokens + seq.owner.max_tokens - 1
+                held = seq.max_length - 1
             assert scheduler.kv.num_blocks[seq.slot] == -(-held // self.setting.block_size)
         if not self.engine.has_work():
             self.engine.check_integrity()
@@ -657,9 +662,9 @@ class World:
         assert not self.lives
         pool = self.engine.scheduler.kv.pool
         assert pool.num_free == pool.num_blocks
-        if self.tiers is not None:
-            self.tiers.settle()
-            assert not self.tiers.memory.num_pins
+        if self.connectors is not None:
+            self.connectors.settle()
+            assert not self.connectors.staging.num_pins
         assert len({id(record) for record in self.outcomes}) == self.count == len(self.outcomes)
         stats = self.engine.stats()
         if not self.shots:  # which may hit between two counters

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from itertools import combinations
+from typing import Any
 
 import pytest
 
 from executor import tiny
+from octavo import _native
 from octavo.executor.native import lower
 from octavo.loader.base import WeightFormat
 from octavo.models import families
+from octavo.models import program as model
 from octavo.models.config import ModelConfig
+from octavo.models.program import Op, RowOp
 
 
 class Formats:
@@ -31,6 +36,11 @@ def plan(config: ModelConfig, formats: dict[str, WeightFormat] | None = None) ->
     program = families.program(config)
     every = dict.fromkeys(program.weights, WeightFormat.Q4_0)
     return lower.lower(program, every | (formats or {}), Formats())
+
+
+def steps(region: lower.Region, kind: type) -> list[tuple[Any, ...]]:
+    """The arguments of the row-wise steps of a kind."""
+    return [step.args for step in region.work.args[-1] if step.kind is kind]
 
 
 def test_a_llama_layer_is_ten_regions() -> None:
@@ -63,16 +73,14 @@ def test_norms_between_a_linear_layer_and_the_residual() -> None:
 
 def test_the_residual_is_accumulated_in_place() -> None:
     regions = plan(tiny.config()).regions
-    embed = regions[0].work
-    assert isinstance(embed, lower.Rows)
-    residual = embed.steps[0].out
+    _, residual, _ = steps(regions[0], _native.EmbedStep)[0]
     accumulating = [
-        region.work
+        region.work.args[0]
         for region in regions
-        if isinstance(region.work, lower.Linears) and region.work.accumulate
+        if region.work.kind is _native.LinearRegion and region.work.args[1]
     ]
     assert len(accumulating) == 6
-    assert all(work.parts[0].out is residual for work in accumulating[:4])
+    assert all(parts[0].args[2] is residual for parts in accumulating[:4])
 
 
 def test_only_matrices_of_one_order_share_activations() -> None:
@@ -81,9 +89,8 @@ def test_only_matrices_of_one_order_share_activations() -> None:
         formats = dict.fromkeys(program.weights, WeightFormat.I4)
         roles = [f"layers.0.attn_{name}" for name in "qkv"]
         numbers = {role: n for role, n in zip(roles, orders, strict=True) if n >= 0}
-        first = lower.lower(program, formats, Formats(), numbers).regions[0].work
-        assert isinstance(first, lower.Rows)
-        return [step.order for step in first.steps if isinstance(step, lower.Prepare)]
+        first = lower.lower(program, formats, Formats(), numbers).regions[0]
+        return [order for *_, order in steps(first, _native.PrepareStep)]
 
     assert prepared(-1, -1, -1) == [-1]
     assert prepared(0, 0, 0) == [0]
@@ -94,9 +101,8 @@ def test_only_matrices_of_one_order_share_activations() -> None:
 def test_formats_that_share_activations_prepare_once() -> None:
     def prepared(format: WeightFormat) -> int:
         formats = {"layers.0.attn_q": WeightFormat.Q4_K, "layers.0.attn_k": WeightFormat.Q4_K}
-        first = plan(tiny.config(), formats | {"layers.0.attn_v": format}).regions[0].work
-        assert isinstance(first, lower.Rows)
-        return sum(isinstance(step, lower.Prepare) for step in first.steps)
+        first = plan(tiny.config(), formats | {"layers.0.attn_v": format}).regions[0]
+        return len(steps(first, _native.PrepareStep))
 
     assert prepared(WeightFormat.Q6_K) == 1
     assert prepared(WeightFormat.Q8_0) == 2
@@ -104,23 +110,19 @@ def test_formats_that_share_activations_prepare_once() -> None:
 
 def test_after_the_last_attention_only_wanted_rows_run() -> None:
     regions = plan(tiny.config()).regions
-    last = max(i for i, r in enumerate(regions) if isinstance(r.work, lower.Attention))
+    last = max(i for i, r in enumerate(regions) if r.work.kind is _native.AttentionRegion)
     assert [region.selected for region in regions] == [i > last for i in range(len(regions))]
-    gathered = regions[last + 1].work
-    assert isinstance(gathered, lower.Rows)
-    assert sum(isinstance(step, lower.Gather) for step in gathered.steps) == 2
+    assert len(steps(regions[last + 1], _native.GatherStep)) == 2
 
 
-def used(work: lower.Work) -> list[lower.Buffer]:
-    match work:
-        case lower.Rows(steps):
-            parts = [part for step in steps for part in step]
-        case lower.Linears(linears, _):
-            parts = [part for linear in linears for part in linear]
-        case _:
-            parts = list(work)
-    buffers = [part.buffer for part in parts if isinstance(part, lower.View)]
-    return buffers + [part for part in parts if isinstance(part, lower.Buffer)]
+def used(of: Any) -> list[lower.Buffer]:
+    """The buffers anywhere in a step."""
+    match of:
+        case lower.Buffer():
+            return [of]
+        case tuple() | list():
+            return [buffer for part in of for buffer in used(part)]
+    return []
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -139,8 +141,8 @@ def test_live_values_never_overlap(family: str) -> None:
     def meeting(index: int) -> bool:
         """Whether all threads meet before this region."""
         here, before = result.regions[index], result.regions[index - 1]
-        alone = any(isinstance(r.work, lower.Attention | lower.Logits) for r in (here, before))
-        return alone or here.selected != before.selected
+        alone = {_native.AttentionRegion, _native.LogitsRegion}
+        return bool(alone & {here.work.kind, before.work.kind}) or here.selected != before.selected
 
     def stretch(index: int) -> tuple[int, int]:
         first, last = index, index + 1
@@ -170,6 +172,18 @@ def test_live_values_never_overlap(family: str) -> None:
         totals[buffer.local] += buffer.row_bytes
     assert result.local_row_bytes < totals[True] / 4
     assert result.row_bytes < totals[False] / 2
+
+
+def test_every_op_is_lowered() -> None:
+    """One that is not computed row by row by a kernel of its name has a way of its own."""
+
+    ops = {kind for kind in vars(model).values() if is_dataclass(kind) and issubclass(kind, Op)}
+    by_row = {kind for kind in ops if issubclass(kind, RowOp)}
+    assert len(by_row) >= 4
+    assert set(lower.LOWERINGS) == ops - by_row
+    for kind in ops:
+        assert not kind.__abstractmethods__
+        assert {*kind.READS, *kind.WRITES} <= {field.name for field in fields(kind)}
 
 
 def test_a_value_that_nobody_wrote_is_refused() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.checking import layout
 from octavo.kv_cache.cache import KvCache, peak_blocks
-from octavo.kv_cache.finding import NO_HIT
+from octavo.kv_cache.prefix_lookup import NO_HIT
 
 
 def cache(
@@ -55,7 +55,7 @@ def test_a_fully_cached_prompt_leaves_only_its_last_token() -> None:
     hit = kv.lookup(ids(16), None)
     assert hit.num_tokens == 15
     second = kv.open(hit)
-    assert kv.room(second) >= 1
+    assert kv.capacity(second) >= 1
     assert kv.reserve(second, 1)
     copies = kv.take_copies()
     assert copies.tolist() == [[int(kv.tables[0, slot, 3]), int(kv.tables[0, second, 3])]]
@@ -153,7 +153,7 @@ def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
     slot = kv.open()
     write(kv, slot, ids(5))
     before = kv.tables.copy()
-    assert kv.room(slot) == 7
+    assert kv.capacity(slot) == 7
     assert not kv.reserve(slot, 8)
     assert (kv.tables == before).all()
     kv.check()
@@ -264,7 +264,7 @@ def test_a_slot_goes_on_as_the_branch_it_adopts() -> None:
     assert kv.tables[0, slot, 1:4].tolist() == [*taken, -1]
     kv.prune()
     kv.advance(slot, 5)
-    kv.settle(slot)
+    kv.trim(slot)
     tokens = ids(6) + ids(5, first=50)
     kv.register(slot, tokens)
     kv.check()
@@ -317,9 +317,9 @@ def test_going_on_without_room_is_an_error_and_no_hole_in_the_tables() -> None:
     tokens = [ids(100), ids(100, 1000)]
     for slot, token_ids in zip(slots.tolist(), tokens, strict=True):
         write(kv, slot, token_ids[:16])
-    assert kv.steps_of_room(slots, 84) == 16
+    assert kv.max_steps(slots, 84) == 16
     with pytest.raises(RuntimeError, match="no block for position 32, after 16 of 17"):
-        kv.go_on(slots, tokens, 17)
+        kv.advance_steps(slots, tokens, 17)
     kv.check()
 
 
@@ -367,7 +367,7 @@ def test_whatever_is_branched_and_adopted_the_content_is_right(data: st.DataObje
         kv.prune()
         for slot in paths:
             kv.register(slot, array("i", texts[slot]))
-            kv.settle(slot)
+            kv.trim(slot)
         kv.check()
         for slot, text in texts.items():
             for group, window in enumerate(windows):

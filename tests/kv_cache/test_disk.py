@@ -1,4 +1,4 @@
-"""The tier on disk: what is written comes back, and nothing else does, whatever lies there."""
+"""The connector on disk: what is written comes back, and nothing else, whatever lies there."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.tiering import FaultyDisk
-from octavo.kv_cache import ledger
-from octavo.kv_cache.arena import Bytes
-from octavo.kv_cache.digest import Key, after, root
-from octavo.kv_cache.disk import HEADER_BYTES, Disk
+from engine.connecting import FaultyDisk
+from octavo.kv_cache.block_hash import Key, after, root
+from octavo.kv_cache.connectors import disk_index
+from octavo.kv_cache.connectors.base import Bytes
+from octavo.kv_cache.connectors.disk import HEADER_BYTES, Disk
 from patience import PATIENCE
 
 SIZE = 4096
@@ -62,7 +62,7 @@ def test_written_read_and_found_again(tmp_path: Path) -> None:
         assert found is not None
         assert (found == block(number)).all()
         assert content(again, name(number, 7)) is None
-    assert not again.corrupted
+    assert not again.counters.corrupted_blocks
 
 
 def cut(file: Path, rng: random.Random) -> None:
@@ -149,11 +149,11 @@ def test_nothing_bad_is_served(
         found = content(disk, name(number))
         if number in (1, 2, 3):
             assert found is None
-            assert not disk.holds(name(number))
+            assert not disk.lookup(name(number))
         else:
             assert found is not None
             assert (found == block(number)).all()
-    assert disk.corrupted == 3
+    assert disk.counters.corrupted_blocks == 3
     assert len([r for r in caplog.records if "is dropped" in r.message]) == 1
     # And its place is good for a right one again.
     disk.write(name(2), block(2))
@@ -169,17 +169,17 @@ def test_a_header_altered_anywhere_is_refused(tmp_path: Path) -> None:
         whole[place] ^= 0xFF
         file.write_bytes(whole)
         assert content(disk, name(place)) is None
-    assert disk.corrupted == HEADER_BYTES
+    assert disk.counters.corrupted_blocks == HEADER_BYTES
 
 
 def test_what_has_vanished_is_a_miss(tmp_path: Path) -> None:
     disk = opened(tmp_path)
     disk.write(name(1), block(1))
     path(disk, name(1)).unlink()
-    assert disk.holds(name(1))
+    assert disk.lookup(name(1))
     assert content(disk, name(1)) is None
-    assert not disk.holds(name(1))
-    assert not disk.corrupted
+    assert not disk.lookup(name(1))
+    assert not disk.counters.corrupted_blocks
 
 
 def test_a_folder_removed_while_it_is_used(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_folder_removed_while_it_is_used(tmp_path: Path) -> None:
     disk.write(name(2), block(2))
     assert content(disk, name(1)) is None
     assert content(disk, name(2)) is not None
-    assert not disk.failed_writes
+    assert not disk.counters.failed_saves
 
 
 def test_names_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
@@ -225,15 +225,15 @@ def test_the_budget_is_kept_and_the_least_recently_used_goes(tmp_path: Path) -> 
         disk.write(name(number), block(number))
         assert disk.used <= 10 * FILE
         assert sum(f.stat().st_size for f in tmp_path.rglob("*-0")) <= 10 * FILE
-    assert disk.holds(name(0))
-    assert not disk.holds(name(1))
+    assert disk.lookup(name(0))
+    assert not disk.lookup(name(1))
     assert content(disk, name(13)) is not None
 
 
 def test_a_block_larger_than_the_budget_is_not_written(tmp_path: Path) -> None:
     disk = opened(tmp_path, budget=FILE - 1)
     disk.write(name(1), block(1))
-    assert not disk.holds(name(1))
+    assert not disk.lookup(name(1))
     assert not [*tmp_path.rglob("*-0")]
 
 
@@ -254,7 +254,7 @@ def test_another_engine_shares_nothing_but_the_budget(tmp_path: Path) -> None:
     found = content(one, name(3))
     assert found is not None
     assert (found == block(3)).all()
-    assert not one.corrupted
+    assert not one.counters.corrupted_blocks
 
 
 SERVE = """
@@ -272,8 +272,9 @@ for _ in range(300):
     else:
         found = content(disk, name(number))
         wrong += found is not None and not (found == block(number)).all()
-disk._ledger.check()
-print(wrong, disk.corrupted, disk.failed_reads, disk.failed_writes, disk.bytes_written > 0)
+disk._index.check()
+c = disk.counters
+print(wrong, c.corrupted_blocks, c.failed_loads, c.failed_saves, c.saved_bytes > 0)
 """
 
 
@@ -328,7 +329,7 @@ def test_two_engines_of_one_process_write_the_same_block(tmp_path: Path) -> None
         thread.start()
     for thread in threads:
         thread.join()
-    assert not one.failed_writes + other.failed_writes
+    assert not one.counters.failed_saves + other.counters.failed_saves
     again = opened(tmp_path)
     assert len(again) == 100
     assert all(content(again, name(number)) is not None for number in range(100))
@@ -339,10 +340,10 @@ def test_what_others_write_and_remove_is_seen_without_a_restart(tmp_path: Path) 
     one, other = (opened(tmp_path, budget=64 * FILE) for _ in range(2))
     other.write(name(1), block(1))
     one.write(name(2), block(2))
-    assert one.holds(name(1))
+    assert one.lookup(name(1))
     path(one, name(1)).unlink()
     one.write(name(3), block(3))
-    assert not one.holds(name(1))
+    assert not one.lookup(name(1))
     assert one.used == 2 * FILE
 
 
@@ -364,8 +365,8 @@ def test_room_is_made_without_listing_all_files(
     for number in range(1000, 1020):
         before = len(looked)
         disk.write(name(number), block(number))
-        assert disk.holds(name(number))
-        assert len(looked) - before <= ledger._AT_ONCE
+        assert disk.lookup(name(number))
+        assert len(looked) - before <= disk_index._AT_ONCE
     assert len(looked) < 100
 
 
@@ -378,8 +379,8 @@ def test_a_smaller_budget_is_reached_in_parts(tmp_path: Path) -> None:
         smaller.write(name(number), block(number))
     assert files(tmp_path) <= 100
     assert smaller.used == files(tmp_path) * FILE
-    assert smaller.holds(name(309))
-    assert not smaller.holds(name(0))
+    assert smaller.lookup(name(309))
+    assert not smaller.lookup(name(0))
 
 
 def test_what_another_server_has_used_stays(tmp_path: Path) -> None:
@@ -391,8 +392,8 @@ def test_what_another_server_has_used_stays(tmp_path: Path) -> None:
     assert content(other, name(0)) is not None
     for number in range(18, 24):
         one.write(name(number), block(number))
-    assert one.holds(name(0))
-    assert not one.holds(name(1))
+    assert one.lookup(name(0))
+    assert not one.lookup(name(1))
 
 
 def test_a_full_disk_stops_writing_for_a_while(
@@ -417,9 +418,9 @@ def test_a_full_disk_stops_writing_for_a_while(
     clock[0] = 61
     disk.write(name(2), block(2))
     assert len(attempts) == 3  # the rest of what did not fit was tried
-    assert disk.failed_writes == 2
+    assert disk.counters.failed_saves == 2
     assert "No space left on device; nothing is written for 60 seconds" in caplog.text
-    assert not disk.holds(name(2))
+    assert not disk.lookup(name(2))
     assert content(disk, name(1)) is not None  # reading goes on
     assert len([file for file in tmp_path.rglob("*") if file.is_file()]) == 1
     monkeypatch.undo()
@@ -437,7 +438,8 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         "disk = opened(Path(sys.argv[1])); disk.write(name(1), block(1));"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
         "disk.write(name(2), block(2));"
-        "print(disk.failed_writes, disk.holds(name(2)), content(disk, name(1)) is not None)"
+        "print(disk.counters.failed_saves, disk.lookup(name(2)), "
+        "content(disk, name(1)) is not None)"
     )
     tests = str(Path(__file__).parents[1])
     ran = subprocess.run(
@@ -460,8 +462,8 @@ def test_an_error_while_reading_is_a_miss_and_costs_no_file(
     with monkeypatch.context() as patched:
         patched.setattr(os, "readv", broken)
         assert content(disk, name(1)) is None
-    assert (disk.corrupted, disk.failed_reads) == (0, 1)
-    assert disk.holds(name(1)) == (number == errno.ENOMEM)  # a bad sector is written over
+    assert (disk.counters.corrupted_blocks, disk.counters.failed_loads) == (0, 1)
+    assert disk.lookup(name(1)) == (number == errno.ENOMEM)  # a bad sector is written over
     assert content(opened(tmp_path), name(1)) is not None
 
 
@@ -474,7 +476,8 @@ def test_without_descriptors_nothing_is_read_and_nothing_lost(tmp_path: Path) ->
         "resource.setrlimit(resource.RLIMIT_NOFILE, (two + 1, two + 2));"
         "none = content(disk, name(1)) is None; os.close(one);"
         "none = none and content(disk, name(1)) is None; os.close(two);"
-        "print(none, disk.corrupted, disk.failed_reads, content(disk, name(1)) is not None)"
+        "print(none, disk.counters.corrupted_blocks, disk.counters.failed_loads, "
+        "content(disk, name(1)) is not None)"
     )
     tests = str(Path(__file__).parents[1])
     ran = subprocess.run(
@@ -499,7 +502,7 @@ def test_what_comes_in_pieces_is_put_together(
     found = content(disk, name(1))
     assert found is not None
     assert (found == block(1)).all()
-    assert not disk.failed_writes
+    assert not disk.counters.failed_saves
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -516,11 +519,11 @@ def test_a_system_full_of_faults(tmp_path: Path, seed: int) -> None:
             found = content(disk, name(number))
             hits += found is not None
             assert found is None or (found == block(number)).all()
-        disk._ledger.check()
+        disk._index.check()
     assert hits > 100
-    assert disk.corrupted
-    assert disk.failed_reads
-    assert disk.failed_writes
+    assert disk.counters.corrupted_blocks
+    assert disk.counters.failed_loads
+    assert disk.counters.failed_saves
 
 
 def test_unfinished_files_are_nothing_and_go_when_abandoned(tmp_path: Path) -> None:
@@ -531,7 +534,7 @@ def test_unfinished_files_are_nothing_and_go_when_abandoned(tmp_path: Path) -> N
     again = opened(tmp_path, budget=3 * FILE)
     assert len(again) == 1
     assert unfinished.exists()
-    old = time.time() - 2 * ledger._ABANDONED
+    old = time.time() - 2 * disk_index._ABANDONED
     os.utime(unfinished, (old, old))
     opened(tmp_path)
     assert not unfinished.exists()
@@ -562,7 +565,7 @@ def test_nor_once_a_folder_has_been_made_again(tmp_path: Path, level: int) -> No
         if again:
             shutil.rmtree(made[level])
             disk.write(name(2), block(2))
-            disk._index.pop(name(1), None)
+            disk._keys.discard(name(1))
             disk.write(name(1), block(1))
         for each in made:
             assert each.stat().st_mode & 0o077 == 0

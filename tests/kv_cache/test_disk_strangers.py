@@ -1,5 +1,5 @@
-"""The tier on disk in a folder where others put things, take them away, and set clocks: nothing
-waits, nothing is raised, links lead nowhere, and what is not a block stays.
+"""The connector on disk in a folder where others add and remove things and set clocks: nothing
+waits, nothing is raised, links are not followed, and what is not a block stays.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from kv_cache.test_disk import ENGINE, FILE, SIZE, block, content, files, name, opened, path
-from octavo.kv_cache import ledger
-from octavo.kv_cache.disk import Disk
+from octavo.kv_cache.connectors import disk_index
+from octavo.kv_cache.connectors.disk import Disk
 
 TIB = 1 << 40
 
@@ -52,9 +52,9 @@ def test_a_huge_file_with_holes_takes_nobodys_place(tmp_path: Path, reopened: bo
     for number in range(8, 13):
         disk.write(name(number), block(number))
     assert good(disk, *range(13))
-    assert not disk.holds(name(50))
+    assert not disk.lookup(name(50))
     assert not hole.exists()
-    assert (disk.corrupted, disk.used) == (1, 13 * FILE)
+    assert (disk.counters.corrupted_blocks, disk.used) == (1, 13 * FILE)
     disk.write(name(50), block(50))
     assert good(disk, 50)
 
@@ -89,15 +89,15 @@ def test_a_file_system_that_says_late_what_another_engines_blocks_take(
         assert one.used == 6 * 512
         one.write(name(100), block(100))
         assert one.used == 6 * 512 + FILE
-    order = [*one._ledger._files]
+    order = [*one._index._files]
     one.write(name(101), block(101))
     assert one.used == 8 * FILE
-    assert [*one._ledger._files] == [*order, one._path(name(101))]
+    assert [*one._index._files] == [*order, one._path(name(101))]
     path(other, name(0)).unlink()
     one.write(name(102), block(102))
     assert one.used == 8 * FILE
-    assert not one._ledger._growing
-    one._ledger.check()
+    assert not one._index._growing
+    one._index.check()
 
 
 def pipe(file: Path, outside: Path) -> None:
@@ -148,15 +148,15 @@ def test_what_is_no_file(tmp_path: Path, put: Callable[[Path, Path], None], when
     put(file, outside)
     if when == "before":
         disk = opened(tmp_path / "disk")
-        assert not disk.holds(name(1))
+        assert not disk.lookup(name(1))
     if when == "written over":
-        disk._index.pop(name(1))
+        disk._keys.discard(name(1))
         disk.write(name(1), block(1))
     elif when == "running":
         assert content(disk, name(1)) is None
-        assert disk.corrupted == 1
+        assert disk.counters.corrupted_blocks == 1
     disk.write(name(1), block(1))  # its place is good for a block
-    if not disk.holds(name(1)):  # once a folder has been removed from it
+    if not disk.lookup(name(1)):  # once a folder has been removed from it
         disk.write(name(1), block(1))
     assert good(disk, 0, 1, 2, 3)
     assert sorted(each.name for each in outside.iterdir()) == ["file"]
@@ -170,10 +170,10 @@ def test_a_folder_with_something_in_it_stays_and_stops_nothing_else(tmp_path: Pa
     (file / "notes").write_bytes(b"mine")
     disk.write(name(5), block(5))
     disk.write(name(6), block(6))
-    assert not disk.holds(name(5))
+    assert not disk.lookup(name(5))
     assert good(disk, 0, 1, 6)
     assert (file / "notes").read_bytes() == b"mine"
-    assert disk.failed_writes == 1
+    assert disk.counters.failed_saves == 1
 
 
 @pytest.mark.parametrize("put", [pipe, sock, device, link, link_to_nothing, link_to_a_folder])
@@ -195,9 +195,9 @@ def test_what_is_no_folder_in_a_shards_place_stops_no_other(
     for _ in range(3):
         for number in range(40):
             disk.write(name(number), block(number))
-    assert not disk.holds(name(5))
+    assert not disk.lookup(name(5))
     assert good(disk, *(number for number in range(40) if number != 5))
-    assert (disk.failed_writes, disk.corrupted) == (3, 0)
+    assert (disk.counters.failed_saves, disk.counters.corrupted_blocks) == (3, 0)
     [warning] = caplog.records
     assert f"{path(disk, name(5))}: cannot be written: Not a directory" in warning.message
     assert [each.name for each in outside.iterdir()] == ["file"]
@@ -220,7 +220,7 @@ def test_nor_does_a_shard_that_may_not_be_entered(
     monkeypatch.setattr(os, "open", refused)
     for each in range(10):
         disk.write(name(each), block(each))
-    assert disk.failed_writes == 1
+    assert disk.counters.failed_saves == 1
     assert good(disk, *(each for each in range(10) if each != 5))
 
 
@@ -253,15 +253,15 @@ def test_a_link_in_a_folders_place_is_not_followed(
         assert disk.used == (6 - len(before)) * FILE
     assert content(disk, name(0)) is None
     disk.write(name(0), block(0))
-    disk._ledger.use(moved._path(name(0)))
+    disk._index.use(moved._path(name(0)))
     for number in range(6, 20):
         disk.write(name(number), block(number))
     assert seen() == before
     if engine == ENGINE:
-        assert not disk.holds(name(0))
+        assert not disk.lookup(name(0))
     if level == 0 or (level == 1 and engine != ENGINE):
         assert good(disk, *range(15, 20))  # all others are written
-    disk._ledger.check()
+    disk._index.check()
 
 
 def test_a_link_in_the_place_of_all_is_refused(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_link_in_the_place_of_all_is_refused(tmp_path: Path) -> None:
     assert good(opened(tmp_path / "link"), 0)
 
 
-def test_folders_that_are_not_of_the_tier_are_left_alone(tmp_path: Path) -> None:
+def test_folders_that_are_not_of_the_connector_are_left_alone(tmp_path: Path) -> None:
     disk = filled(tmp_path, 1, budget=4 * FILE)
     file = path(disk, name(0))
     strangers = [
@@ -312,7 +312,7 @@ def test_a_file_that_may_not_be_read_is_written_anew(
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", refused)
         assert content(disk, name(1)) is None
-    assert (disk.corrupted, disk.failed_reads) == (0, 1)
+    assert (disk.counters.corrupted_blocks, disk.counters.failed_loads) == (0, 1)
     assert path(disk, name(1)).exists()
     disk.write(name(1), block(1))
     assert good(disk, 0, 1)
@@ -349,7 +349,7 @@ def test_a_folder_that_becomes_read_only(
     disk.write(name(20), block(20))
     assert good(disk, 20)
     assert disk.used <= 8 * FILE
-    disk._ledger.check()
+    disk._index.check()
 
 
 @pytest.mark.parametrize("level", range(4))
@@ -364,14 +364,14 @@ def test_a_folder_that_vanishes_and_a_file_in_its_place(tmp_path: Path, level: i
     for number in more:
         disk.write(name(number), block(number))
     assert gone.read_bytes() == b"mine"
-    assert not disk.holds(name(2))
-    assert disk.failed_writes == (1 if level == 3 else 1 + len(more))
+    assert not disk.lookup(name(2))
+    assert disk.counters.failed_saves == (1 if level == 3 else 1 + len(more))
     if level == 3:
         assert good(disk, *more)
     gone.unlink()
     disk.write(name(2), block(2))
     assert good(disk, 2)
-    disk._ledger.check()
+    disk._index.check()
 
 
 def test_the_smaller_of_two_budgets_holds_while_it_writes(tmp_path: Path) -> None:
@@ -394,8 +394,12 @@ def test_the_smaller_of_two_budgets_holds_while_it_writes(tmp_path: Path) -> Non
         large.write(name(number), block(number))
     assert good(large, *range(2000, 2100))
     for disk in (small, large):
-        assert not disk.corrupted + disk.failed_reads + disk.failed_writes
-        disk._ledger.check()
+        assert (
+            not disk.counters.corrupted_blocks
+            + disk.counters.failed_loads
+            + disk.counters.failed_saves
+        )
+        disk._index.check()
 
 
 @pytest.mark.parametrize("when", [-1e9, 0.0, 4e9])
@@ -419,7 +423,7 @@ def test_clocks_that_are_wrong(tmp_path: Path, when: float) -> None:
 
 def test_a_clock_that_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [time.time_ns()]
-    monkeypatch.setattr(ledger.time, "time_ns", lambda: clock[0])
+    monkeypatch.setattr(disk_index.time, "time_ns", lambda: clock[0])
     one, other = opened(tmp_path, budget=20 * FILE), opened(tmp_path, budget=20 * FILE)
     for number in range(200):
         clock[0] -= 10**12

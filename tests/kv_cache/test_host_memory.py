@@ -1,4 +1,4 @@
-"""The tier in host memory: what gives way, what stays, and what is left after a failure."""
+"""The connector in host memory: what is evicted, what stays, and its state after a failure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from octavo.kv_cache.digest import Key
-from octavo.kv_cache.host_memory import HostMemory
+from octavo.kv_cache.block_hash import Key
+from octavo.kv_cache.connectors.host import HostMemory
 
 
 def key(number: int) -> Key:
@@ -21,7 +21,7 @@ def filled(memory: HostMemory, number: int) -> None:
     memory.put(key(number), slot)
 
 
-def test_the_least_recently_used_gives_way() -> None:
+def test_the_least_recently_used_is_evicted() -> None:
     memory = HostMemory(2, 8)
     filled(memory, 1)
     filled(memory, 2)
@@ -31,7 +31,7 @@ def test_the_least_recently_used_gives_way() -> None:
     assert (memory.data[memory.slot(key(1))] == 1).all()
 
 
-def test_what_is_pinned_does_not_give_way() -> None:
+def test_a_pinned_block_is_not_evicted() -> None:
     memory = HostMemory(2, 8)
     filled(memory, 1)
     filled(memory, 2)
@@ -56,14 +56,14 @@ def test_a_block_that_came_twice_is_kept_once() -> None:
     memory.check()
 
 
-def test_used_once_it_is_no_longer_from_disk() -> None:
+def test_a_block_counts_for_its_origin_until_it_is_used() -> None:
     memory = HostMemory(1, 8)
     slot = memory.take()
     assert slot == 0
-    memory.put(key(1), slot, from_disk=True)
-    assert memory.is_from_disk(key(1))
+    memory.put(key(1), slot, "disk")
+    assert memory.origin(key(1)) == "disk"
     memory.used(key(1))
-    assert not memory.is_from_disk(key(1))
+    assert memory.origin(key(1)) == "host"
 
 
 def test_after_a_failure_nothing_is_pinned_or_lost() -> None:

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from octavo.kv_cache import worker as module
-from octavo.kv_cache.worker import ThreadWorker
+from octavo.kv_cache.connectors import worker as module
+from octavo.kv_cache.connectors.worker import ThreadWorker
 
 
 def test_all_jobs_are_done_in_order_whatever_they_raise() -> None:

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor import tiny
-from octavo.executor.native.lower import names
 from octavo.models.families import program
 from octavo.models.program import Op, PagedAttention, RopeAndStoreKv
 from octavo.models.subset import keep_layers
@@ -36,7 +35,7 @@ def test_a_subset_has_its_own_layers_and_what_stands_around_them(
     assert len(some.ops) - ends == len(layers) * (len(whole.ops) - ends) // 3
     made: set[str] = set()
     for op in some.ops:
-        reads, writes = names(op)
+        reads, writes = op.reads, op.writes
         assert made.issuperset(reads)
         made.update(writes)
 

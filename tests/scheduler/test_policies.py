@@ -18,7 +18,7 @@ from engine.test_engine import run
 from octavo.engine.engine import Engine, Step
 from octavo.sampling.params import InvalidParameter
 from octavo.scheduler.policies import fair
-from octavo.scheduler.policies.config import PolicyConfig
+from octavo.scheduler.policies.config import POLICIES, PolicyConfig
 from octavo.scheduler.policies.fair import Fair
 from octavo.scheduler.request import (
     FinishReason,
@@ -27,8 +27,6 @@ from octavo.scheduler.request import (
     Request,
     RequestRecord,
 )
-
-POLICIES = ("fcfs", "priority", "fair", "deadline")
 
 
 def request(
@@ -51,7 +49,7 @@ def made(policy: str, **limits: Any) -> Engine:
 
 def running(engine: Engine) -> set[str]:
     scheduler = engine.scheduler
-    return {seq.owner.request.request_id for seq in scheduler.decoding + scheduler.prefilling}
+    return {seq.owner.request_id for seq in scheduler.decoding + scheduler.prefilling}
 
 
 class Sees:
@@ -62,7 +60,7 @@ class Sees:
         engine.observers.append(self)
 
     def on_step(self, step: Step) -> None:
-        self.steps.append({seq.owner.request.request_id for seq in step.scheduled.sequences})
+        self.steps.append({seq.owner.request_id for seq in step.scheduled.sequences})
 
     def on_end(self, record: RequestRecord) -> None:
         pass
@@ -442,9 +440,9 @@ def test_what_has_ended_is_not_kept_until_its_time_would_have_come() -> None:
 def shares(engine: Engine) -> dict[str, float]:
     """Tokens of output by client, of all requests there are."""
     found: dict[str, float] = {}
-    for state in engine._requests.values():
-        name = state.request.client
-        found[name] = found.get(name, 0) + state.record.completion_tokens
+    for state in engine.requests.values():
+        name = state.client
+        found[name] = found.get(name, 0) + state.completion_tokens
     return found
 
 
@@ -473,10 +471,7 @@ def test_weights_are_shares() -> None:
     assert isinstance(policy, Fair)
     assert policy.served("one") == pytest.approx(policy.served("three"), rel=0.15)
     ended = [
-        name
-        for name in ("one", "three")
-        for i in range(100)
-        if f"{name}{i}" not in engine._requests
+        name for name in ("one", "three") for i in range(100) if f"{name}{i}" not in engine.requests
     ]
     assert ended.count("three") == pytest.approx(3 * ended.count("one"), rel=0.25)
 
@@ -571,7 +566,7 @@ def check_backlogged(
     class Counts:
         def on_step(self, step: Step) -> None:
             for seq, drawn in zip(step.scheduled.samples, step.drawn.runs, strict=True):
-                outputs[int(seq.owner.request.client)] += len(drawn)
+                outputs[int(seq.owner.client)] += len(drawn)
 
         def on_end(self, record: RequestRecord) -> None:
             pass
@@ -581,7 +576,7 @@ def check_backlogged(
     count = 0
     extremes: dict[tuple[int, int], tuple[float, float]] = {}
     for _ in range(steps):
-        queued = Counter(int(seq.owner.request.client) for seq in engine.scheduler.waiting)
+        queued = Counter(int(seq.owner.client) for seq in engine.scheduler.waiting)
         for client, (prompt, answer) in enumerate(kinds):
             for _ in range(queued[client], max_num_seqs + 1):
                 count += 1
@@ -632,7 +627,7 @@ def test_many_backlogged_clients_are_served_alike(**values: int) -> None:
 
 
 CROWDS: dict[str, Any] = {
-    "policy": st.sampled_from(POLICIES),
+    "policy": st.sampled_from([*POLICIES]),
     "seed": st.integers(0, 2**32),
     "num_blocks": st.sampled_from((7, 10, 24, 200)),
     "max_num_seqs": st.sampled_from((1, 2, 5)),
@@ -739,7 +734,7 @@ def check_no_vain_work(seed: int, policy: str, count: int) -> None:
     assert stats.computed_tokens < 2 * (stats.prompt_tokens + stats.generation_tokens)
 
 
-MIXES = {"seed": st.integers(0, 2**32), "policy": st.sampled_from(POLICIES)}
+MIXES = {"seed": st.integers(0, 2**32), "policy": st.sampled_from([*POLICIES])}
 
 
 @settings(max_examples=12, deadline=None)
@@ -808,9 +803,9 @@ def test_in_turn_is_the_order_in_which_all_would_be_let_in(policy: str, seed: in
     for seq in told:
         assert queue.head() is seq
         queue.remove(seq)
-        if seq.owner.record.scheduled is None:
-            queue.begins(seq.owner, len(seq.owner.request.prompt_token_ids))
-            seq.owner.record.scheduled = queue.now
+        if seq.owner.scheduled is None:
+            queue.on_admit(seq.owner, seq.owner.prompt_tokens)
+            seq.owner.scheduled = queue.now
     assert queue.head() is None
 
 

@@ -25,8 +25,8 @@ class Steps:
 
     def on_step(self, step: Step) -> None:
         scheduled = step.scheduled
-        done = {seq.owner.request.request_id: 1 for seq in scheduled.decodes}
-        done |= {chunk.seq.owner.request.request_id: chunk.size for chunk in scheduled.chunks}
+        done = {seq.owner.request_id: 1 for seq in scheduled.decodes}
+        done |= {chunk.seq.owner.request_id: chunk.size for chunk in scheduled.chunks}
         self.tokens.append(done)
         self.copies.append(len(scheduled.batch.copies))
 
@@ -108,7 +108,7 @@ def test_a_preempted_request_resumes_before_newcomers_and_from_the_cache() -> No
     while not young.preemptions:
         engine.step()
     engine.add_request(request("new", [3] * 8, max_tokens=4, seed=3))
-    assert [seq.owner.request.request_id for seq in engine.scheduler.waiting] == ["young", "new"]
+    assert [seq.owner.request_id for seq in engine.scheduler.waiting] == ["young", "new"]
     at_preemption = len(steps.tokens)
     run(engine)
     later = steps.tokens[at_preemption:]
@@ -175,7 +175,7 @@ def test_an_abort_frees_everything_in_any_state(moment: int) -> None:
     record = engine.add_request(request("a", [2] * 40, max_tokens=40, n=3))
     for _ in range((0, 1, 3, 4, 6, 7, 30, 60)[moment]):
         engine.step()
-    state = engine._requests["a"]
+    state = engine.requests["a"]
     engine.abort("a")
     assert {seq.status for seq in state.sequences} == {Status.FINISHED}
     held = engine.scheduler.kv.pool.num_used

@@ -10,7 +10,7 @@ import pytest_asyncio
 import uvloop
 from serve_fakes import FakeEngine, served_model
 
-from octavo.server.app import create_app
+from octavo.server.app import App
 from octavo.server.config import ServeConfig
 from octavo.server.connection import Connection
 from octavo.server.model import ServedModel
@@ -62,7 +62,7 @@ async def make_client(engine: FakeEngine) -> AsyncIterator[MakeClient]:
     clients: list[httpx.AsyncClient] = []
 
     def make(model: ServedModel | None = None, **config: Any) -> httpx.AsyncClient:
-        app = create_app(engine, model or served_model(), ServeConfig(**config))
+        app = App(engine, model or served_model(), ServeConfig(**config))  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)
         client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
         clients.append(client)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -11,17 +12,17 @@ from typing import Any
 import httpx
 from serving import listening, real_engine, started
 
+from engine.connecting import per_token
 from engine.drafting import Coin
-from engine.tiering import PerToken
+from octavo.engine.calibration import Prediction
 from octavo.executor.cost import Rates
-from octavo.kv_cache.disk import Disk
-from octavo.kv_cache.host_memory import HostMemory
-from octavo.kv_cache.tiers import Tiers
-from octavo.kv_cache.worker import ThreadWorker
+from octavo.kv_cache.connectors.disk import Disk
+from octavo.kv_cache.connectors.host import HostMemory
+from octavo.kv_cache.connectors.manager import ConnectorManager
+from octavo.kv_cache.transfer_cost import TransferCost
 from octavo.scheduler.policies.config import PolicyConfig
 from octavo.server.metrics import Metrics
 from octavo.spec_decode.speculator import Speculator
-from octavo.tools.plan.prediction import Prediction
 from patience import PATIENCE, until
 
 MODEL = "tiny"
@@ -46,19 +47,17 @@ async def observed_server(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient
     drafter.speculator = Speculator(drafter, engine.engine.vocab_size, 3)
     engine.engine.speculator = drafter.speculator
     kv = engine.engine.scheduler.kv
-    kv.extend(
-        Tiers(
+    size = kv.layout.block_bytes
+    kv.attach(
+        ConnectorManager(
             b"engine",
-            HostMemory(16, kv.layout.block_bytes),
-            Disk(folder, b"engine", kv.layout.block_bytes, 1 << 20),
-            reader=ThreadWorker("read"),
-            writer=ThreadWorker("write"),
-            tokens_per_block=kv.layout.block_size,
-            computing=PerToken(1.0),
+            HostMemory(16, size),
+            [Disk(folder, b"engine", size, 1 << 20)],
+            cost=TransferCost(size, kv.layout.block_size, per_token(1.0), 1, time.perf_counter),
         )
     )
-    assert kv.tiers is not None
-    kv.tiers.arena = executor
+    assert kv.connectors is not None
+    kv.connectors.register_kv_caches(executor)
     metrics = Metrics(MODEL, engine.stats, 512)
     metrics.info("build_info", "The program.", {"version": "1"})
     metrics.info("cache_config_info", "The paged cache.", {"block_size": 16, "num_blocks": 24})

@@ -14,8 +14,8 @@ from octavo.engine.engine import Observer
 from octavo.engine.outputs import Delta, TokenLogprobs
 from octavo.engine.stats import EngineStats
 from octavo.engine.stream import EngineDead
-from octavo.engine.waiting import Forecast
 from octavo.loader.base import ChatTemplateError
+from octavo.scheduler.admission import Forecast
 from octavo.scheduler.request import (
     AdmissionError,
     FinishReason,

@@ -14,12 +14,12 @@ from typing import Any, cast
 import serve_fakes
 
 from octavo.engine.config import EngineConfig
-from octavo.server import server
+from octavo.server import process, server
 from octavo.server.config import ServeConfig
 
 
 class StartingEngine(serve_fakes.FakeEngine):
-    """Takes a LoadedEngine's engine's place in `server.run`."""
+    """Takes a LoadedEngine's engine's place in `process.run`."""
 
     def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
@@ -51,16 +51,15 @@ checkpoint = SimpleNamespace(
 loaded = SimpleNamespace(
     engine=SimpleNamespace(observers=[]),
     checkpoint=checkpoint,
-    config=EngineConfig(),
+    config=EngineConfig(scheduling_policy=settings.get("policy") or "fcfs"),
     max_model_len=512,
     num_blocks=32,
     report=lambda: "model: tiny\nstop tokens: <eos>",
 )
+cast(Any, process).load_engine = lambda model, config: loaded
 patched = cast(Any, server)
-patched.load_engine = lambda model, config: loaded
 patched.AsyncEngine = StartingEngine
 patched.Calibration = SimpleNamespace(of_engine=lambda loaded: None)
-patched._STOP_TIMEOUT = 0.2
-policy = settings.get("policy") or "fcfs"
+patched._STOP_TIMEOUT_S = 0.2
 serve = ServeConfig(**settings["serve"])
-sys.exit(server.run("tiny", EngineConfig(scheduling_policy=policy), serve))
+sys.exit(process.run("tiny", loaded.config, serve))

@@ -1,4 +1,4 @@
-"""A real engine on a cost executor, and a real server on a free port of loopback."""
+"""A real engine on a simulated executor, and a real server on a free port of loopback."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from serve_fakes import VOCAB, ByteTokenizer, served_model
 
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import RealClock
-from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
-from octavo.engine.pace import Pace, guessed
+from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.base import Batch, StepResult
 from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
@@ -23,10 +22,9 @@ from octavo.models.families import program
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.scheduler import Scheduler
-from octavo.server.app import create_app
+from octavo.server.app import App, Trace
 from octavo.server.clients import Clients
 from octavo.server.config import ServeConfig
-from octavo.server.gate import Trace
 from octavo.server.metrics import Metrics
 from octavo.server.model import ServedModel
 from octavo.server.server import bind, http_server
@@ -75,8 +73,10 @@ def real_engine(
         RealClock(),
         vocab_size=VOCAB,
         eos_token_ids=tokenizer.eos_token_ids,
-        pace=Pace(executor.costs, guessed(1), measured=False) if "itl_target" in limits else None,
-        text=lambda params, ending_ids: IncrementalDetokenizer(tokenizer, params, ending_ids),
+        step_times=StepTimePredictor(executor.costs, guessed(1), measured=False)
+        if "itl_target" in limits
+        else None,
+        tokenizer=tokenizer,
     )
     return AsyncEngine(engine, hang_timeout=hang_timeout), executor
 
@@ -102,8 +102,8 @@ async def listening(
     """A server for ``engine`` in this loop; gives its URL."""
     settings = ServeConfig(**({"port": 0, "allowed_hosts": ("*",)} | config))
     listener = bind(settings)
-    app = create_app(engine, model or served_model(), settings, metrics, trace, clients)
-    server = http_server(app, settings)
+    app = App(engine, model or served_model(), settings, metrics, trace, clients)
+    server = http_server(app)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await until(lambda: server.started or task.done(), "the server")

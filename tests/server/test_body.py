@@ -18,7 +18,7 @@ from serve_fakes import served_model
 from starlette.types import Message
 
 from octavo.server.body import Bodies, decode_object
-from octavo.server.errors import ApiError, ClientGone, TooMany
+from octavo.server.errors import ApiError, ClientGone
 from octavo.server.protocol import ChatRequest, CompletionRequest, parse
 
 JSON_HEAD = {b"content-type": b"application/json"}
@@ -131,10 +131,10 @@ async def test_all_bodies_together_have_a_bound(monkeypatch: pytest.MonkeyPatch)
         slow.come(240)
     await asyncio.sleep(0)
     assert bodies.free == 40
-    with pytest.raises(TooMany):  # before anything of it is read
+    with pytest.raises(ApiError, match="too many bytes"):  # before anything of it is read
         await read(Slow(), announced=41)
     slows[4].come(41)
-    with pytest.raises(TooMany):
+    with pytest.raises(ApiError, match="too many bytes"):
         await tasks[4]
     slows[0].come(61)  # beyond its own limit
     slows[1].leave()

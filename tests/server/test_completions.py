@@ -13,8 +13,9 @@ from serving import listening, real_engine, started
 from octavo.engine.outputs import TokenLogprobs
 from octavo.scheduler.request import FinishReason, Outcome
 from octavo.server.completions import CompletionReply
+from octavo.server.logprobs import CompletionLogprobsWriter, TokenDisplay
+from octavo.server.protocol import CompletionLogprobs, Usage
 from octavo.server.reply import Output
-from octavo.server.responses import CompletionLogprobsWriter, TokenShower, Usage
 from patience import until
 
 
@@ -132,7 +133,7 @@ async def test_usage_so_far_of_many_prompts(
 
     def counted(*args: Any, **kwargs: Any) -> Usage:
         nonlocal added_up
-        added_up += 1
+        added_up += bool(args[0])
         return of(*args, **kwargs)
 
     monkeypatch.setattr(Usage, "of", counted)
@@ -323,7 +324,7 @@ def test_alternatives_can_be_told_apart_and_agree_with_the_token() -> None:
     rng = random.Random(19)
     model = served_model(tokenizer=Twins())
     for as_ids in (False, True):
-        shower = TokenShower(model, as_ids=as_ids, specials_in_text=False)
+        display = TokenDisplay(model, as_ids=as_ids, specials_in_text=False)
         for _ in range(300):
             texts = rng.choice((range(0x80, 0x88), range(97, 100), range(EOS + 1)))
             ids = rng.sample([token + more for token in texts for more in (0, VOCAB)], 6)
@@ -331,13 +332,14 @@ def test_alternatives_can_be_told_apart_and_agree_with_the_token() -> None:
             own = rng.randrange(len(ids))
             top = tuple(zip(ids, values, strict=True))[: rng.randrange(len(ids) + 1)]
             entry = TokenLogprobs(ids[own], values[own], own + 1, top)
-            taken = CompletionLogprobsWriter(shower).take([entry.token_id], [entry])
+            taken = CompletionLogprobs([], [], [], [])
+            CompletionLogprobsWriter(display).write([entry.token_id], [entry], taken)
             (found,), (name,) = taken.top_logprobs, taken.tokens
             assert found is not None
             assert found[name] == taken.token_logprobs[0] == values[own]
             assert len(found) == len({entry.token_id, *(token for token, _ in top)})
             assert [*found.values()][: len(top)] == [value for _, value in top]
-            (chat,) = shower.chat_logprobs([entry])
+            (chat,) = display.chat_logprobs([entry]).content
             assert (chat.logprob, [each.logprob for each in chat.top_logprobs]) == (
                 values[own],
                 [value for _, value in top],
@@ -350,25 +352,27 @@ def test_alternatives_can_be_told_apart_and_agree_with_the_token() -> None:
 def test_offsets_are_those_of_the_text() -> None:
     """Of whatever bytes: a token's text begins at its offset."""
     rng = random.Random(20)
-    shower = TokenShower(served_model(), as_ids=False, specials_in_text=False)
+    display = TokenDisplay(served_model(), as_ids=False, specials_in_text=False)
     for _ in range(300):
         ids = [rng.choice((97, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, EOS))
                for _ in range(rng.randrange(1, 12))]  # fmt: skip
         start = rng.randrange(len(ids))
-        joined = b"".join(map(shower.in_text, ids))
+        joined = b"".join(map(display.in_text, ids))
         text = joined.decode(errors="replace")
-        begun = shower.begun(ids[:start])
-        before = len(b"".join(map(shower.in_text, ids[:start])).decode(errors="replace"))
-        writer = CompletionLogprobsWriter(shower, before - bool(begun), begun)
-        offsets = writer.take(ids[start:], [None] * (len(ids) - start)).text_offset
+        begun = display.begun(ids[:start])
+        before = len(b"".join(map(display.in_text, ids[:start])).decode(errors="replace"))
+        writer = CompletionLogprobsWriter(display, before - bool(begun), begun)
+        written = CompletionLogprobs([], [], [], [])
+        writer.write(ids[start:], [None] * (len(ids) - start), written)
+        offsets = written.text_offset
         read = 0
         for place, token in enumerate(ids):
-            if place >= start and (data := shower.in_text(token)):
+            if place >= start and (data := display.in_text(token)):
                 rest = joined[read:].decode(errors="replace")
                 own = text[offsets[place - start] :]
                 if data[0] & 0xC0 != 0x80:  # what comes before has no part in the text from here
                     assert own == rest, ids
-            read += len(shower.in_text(token))
+            read += len(display.in_text(token))
         assert offsets == sorted(offsets)
 
 

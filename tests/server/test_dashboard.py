@@ -92,7 +92,7 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
     """/metrics of a server on which everything has happened."""
 
     async def scrape() -> Exposed:
-        async with observed_server(tmp_path_factory.mktemp("tiers")) as (client, metrics):
+        async with observed_server(tmp_path_factory.mktemp("connectors")) as (client, metrics):
             await make_traffic(client, metrics)
             return Exposed(
                 await client.get("/metrics"), await client.get("/metrics", headers=OPENMETRICS)

@@ -13,7 +13,7 @@ from serve_fakes import events
 from serving import listening, real_engine, started
 
 from octavo.server.connection import Connection
-from octavo.server.writer import DirectWrite
+from octavo.server.streaming import Writer
 from patience import Leave, until
 
 
@@ -45,23 +45,23 @@ async def test_the_same_as_through_the_layers(
 ) -> None:
     asked = body | {"max_tokens": 60, "seed": 3}
     written = 0
-    write, ready = DirectWrite.write, DirectWrite.ready
+    write, ready = Writer.write_now, Writer.ready
     rng = random.Random(0)
 
-    def counted(self: DirectWrite, data: bytes) -> None:
+    def counted(self: Writer, data: bytes) -> None:
         nonlocal written
         written += 1
         write(self, data)
 
-    monkeypatch.setattr(DirectWrite, "write", counted)
+    monkeypatch.setattr(Writer, "write_now", counted)
     engine, executor = real_engine()
     async with started(engine), listening(engine) as url, Leave(executor).one_by_one():
         direct = await texts(url, asked, path)
         assert written > 0
         mixed = property(lambda self: rng.random() < 0.5 and ready.__get__(self))
-        monkeypatch.setattr(DirectWrite, "ready", mixed)
+        monkeypatch.setattr(Writer, "ready", mixed)
         assert await texts(url, asked, path) == direct
-        monkeypatch.setattr(DirectWrite, "ready", property(lambda self: False))
+        monkeypatch.setattr(Writer, "ready", property(lambda self: False))
         before = written
         assert await texts(url, asked, path) == direct
         assert written == before

@@ -12,7 +12,7 @@ from serve_fakes import events, served_model
 from serving import real_engine
 from starlette.types import ASGIApp, Message
 
-from octavo.server.app import create_app
+from octavo.server.app import App
 from octavo.server.config import ServeConfig
 from octavo.server.protocol import (
     NEUTRAL_CHAT,
@@ -133,7 +133,7 @@ async def fuzz(seed: int, fields: int) -> None:
     rng = random.Random(seed)
     engine, _ = real_engine(max_num_seqs=256)
     await engine.start()
-    app = create_app(engine, served_model(), ServeConfig(access_log=False))
+    app = App(engine, served_model(), ServeConfig(access_log=False))
     refused = answered = 0
     try:
         while fields > 0:

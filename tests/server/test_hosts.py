@@ -12,11 +12,11 @@ import pytest
 from serve_fakes import FakeEngine, served_model
 from serving import listening
 
-from octavo.server.app import create_app
+from octavo.server.app import App
 from octavo.server.config import ServeConfig
-from octavo.server.gate import Gate
 from octavo.server.hosts import Hosts
 from octavo.server.keys import ApiKey, digest
+from octavo.server.routes import DOCS_ROUTES, ROUTES
 
 MACHINE = socket.gethostname().lower()
 EVIL = "evil.example"
@@ -63,14 +63,14 @@ async def nothing(*_: Any) -> None: ...
     ],
 )
 def test_whose_name_it_is(config: dict[str, Any], own: str, strange: str) -> None:
-    hosts = Hosts(nothing, ServeConfig(**config))
+    hosts = Hosts(ServeConfig(**config))
     assert [name for name in own.split() if not hosts.own(name)] == []
     assert [name for name in strange.split() if hosts.own(name)] == []
     assert hosts.own("") == hosts.own(EVIL)
 
 
 async def test_what_is_no_request_has_no_host(engine: FakeEngine) -> None:
-    app = create_app(engine, served_model(), ServeConfig())  # type: ignore[arg-type]
+    app = App(engine, served_model(), ServeConfig())  # type: ignore[arg-type]
     messages = iter(({"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}))
     sent = []
 
@@ -94,11 +94,9 @@ def test_bad_names_are_refused(name: str) -> None:
 
 async def test_every_route_is_closed_to_another_name(make_client: Any, engine: FakeEngine) -> None:
     """And to the question whether a page of another origin may ask."""
-    gate = create_app(engine, served_model(), ServeConfig())  # type: ignore[arg-type]
-    assert isinstance(gate, Gate)
     client: httpx.AsyncClient = make_client(allowed_origins=("http://a.example",))
     own = {"origin": f"http://{EVIL}:8000", "host": EVIL}
-    for path in {*gate._paths, "/nothing"}:
+    for path in (*(route.path for route in (*ROUTES, *DOCS_ROUTES)), "/nothing"):
         for method in ("GET", "POST", "OPTIONS", "BREW"):
             response = await client.request(method, path, headers=own)
             assert response.status_code == 421, path

@@ -19,7 +19,7 @@ from octavo.engine.stream import EngineDead
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.policies.config import PolicyConfig
 from octavo.scheduler.request import LatencyTarget, Request
-from octavo.server.app import create_app
+from octavo.server.app import App
 from octavo.server.config import ServeConfig
 from patience import Leave, until
 
@@ -42,7 +42,7 @@ def request(name: str, prompt: int = 8, tokens: int = 400, **more: Any) -> Reque
 async def asked(
     engine: AsyncEngine, key: str | None = None, **config: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(engine, served_model(), ServeConfig(**config))
+    app = App(engine, served_model(), ServeConfig(**config))
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://localhost", headers=headers
@@ -75,7 +75,7 @@ def test_states_and_figures() -> None:
     assert (rows["third"].prompt_tokens_done, rows["third"].prompt_tokens) == (0, 12)
     assert rows["first"].ttft is not None
     assert rows["first"].ttft <= rows["first"].age
-    record = engine.scheduler.decoding[0].owner.record
+    record = engine.scheduler.decoding[0].owner
     seconds = record.last_token - record.first_token
     assert rows["first"].tokens_per_second == pytest.approx(4 / seconds)
     assert rows["second"].ttft is None
@@ -294,15 +294,13 @@ async def test_many_askers_share_one_look() -> None:
 
 
 async def test_an_engine_that_is_busy_or_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo.server import inspection
-
     engine, executor = real_engine()
     steps = Leave(executor)
     async with started(engine), asked(engine) as client:
         engine.submit(request("slow", 4, tokens=3))
         await until(lambda: steps.asked, "a step")
         with monkeypatch.context() as hurried:
-            hurried.setattr(inspection, "_PATIENCE", 0.05)
+            hurried.setattr("octavo.server.shared_snapshot._PATIENCE_S", 0.05)
             answer = await client.get("/requests")
         assert answer.status_code == 503
         assert "/live" in answer.text

@@ -13,7 +13,6 @@ import httpx
 import pytest
 from serve_fakes import FakeEngine, events
 
-from octavo.scheduler.policies.config import PolicyName
 from octavo.scheduler.request import FinishReason, LatencyTarget, Outcome
 from octavo.server.config import ServeConfig
 from octavo.server.keys import ApiKey, in_effect, read_keys, unnamed
@@ -121,7 +120,7 @@ def test_files_that_are_none(tmp_path: Path, content: str) -> None:
     ],
 )
 def test_what_a_policy_does_not_look_at_is_said_and_left_out(
-    policy: PolicyName, told: list[str], kept: tuple[int, float]
+    policy: str, told: list[str], kept: tuple[int, float]
 ) -> None:
     keys = key("a", weight=3.0, priority=5), key("b", weight=2.0), key("c")
     (a, _, c), said = in_effect(keys, policy, Path("/etc/keys.json"))

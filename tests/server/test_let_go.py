@@ -22,14 +22,13 @@ from octavo.engine.stream import EngineDead
 from octavo.sampling.params import InvalidParameter
 from octavo.scheduler.config import PolicyConfig
 from octavo.scheduler.request import AdmissionError
-from octavo.scheduler.sequence import RequestState, Sequence
+from octavo.scheduler.sequence import Sequence
 from octavo.server.errors import ApiError, ClientGone
-from octavo.server.generate import Prepared
 from octavo.server.reply import Reply
 from patience import Leave, until
 
 _MADE = (
-    *(Prepared, Reply, RequestState, Sequence),
+    *(Reply, Sequence),
     *(ApiError, ClientGone, AdmissionError, InvalidParameter),
 )
 

@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from logging.handlers import QueueHandler
 from typing import TextIO
 
 import pytest
 
-from octavo.server.logs import Lines, set_up_logging
+from octavo.server.logs import set_up_logging
 
 LOGGERS = ("octavo", "octavo.access", "uvicorn.error", "opentelemetry")
 
@@ -80,14 +81,25 @@ def test_what_is_logged_last_is_written(
     assert text.endswith("RuntimeError: broken\n")
 
 
-def test_a_log_without_a_reader_is_no_fault() -> None:
+@pytest.mark.usefixtures("pipe")  # for the log as it was before
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_log_without_a_reader_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], closed: bool
+) -> None:
     read, write = os.pipe()
     os.close(read)
     stream = os.fdopen(write, "w")
-    lines = Lines(stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr("octavo.server.logs._LAST_LINES_S", 20.0)
+    if closed:
+        stream.close()
+    set_up_logging("info")
+    handler = logging.getLogger("octavo").handlers[0]
+    assert isinstance(handler, QueueHandler)
     for _ in range(3):
-        lines.put("x", logging.Formatter())
-    lines.flush(20)
-    assert not lines._waiting.unfinished_tasks
+        logging.getLogger("octavo.server").info("x")
+    handler.flush()
+    assert not handler.queue.unfinished_tasks  # type: ignore[union-attr]
+    assert capfd.readouterr().err == ""
     with suppress(BrokenPipeError):
         stream.close()

@@ -301,7 +301,7 @@ async def test_an_idle_server_takes_whom_it_predicts_no_good_for() -> None:
     async with serving(config) as (client, engine, executor):
         in_its_own_time(engine, executor)
         engine.admission.within_target = True
-        engine.admission.waiting.times.learn(1, 5, 100.0)
+        engine.engine.step_times.on_step(1, 5, 100.0)
         assert engine.forecast().tpot > 1.0
         for _ in range(3):
             assert (await ask(client, max_tokens=60)).status_code == 200
@@ -489,7 +489,7 @@ async def test_who_is_killed_frees_its_blocks_within_a_step(streamed: bool) -> N
         steps.let(3)
         await until(lambda: steps.asked == 4, "a step that is under way")
         task.cancel()
-        await until(lambda: engine._aborts, "the news")
+        await until(lambda: engine._calls, "the news")
         steps.let_all()
         await until(lambda: engine.stats().kv_blocks_used == 0)
         assert steps.asked == 4
@@ -518,7 +518,7 @@ async def five_that_leave() -> None:
             steps.let(tokens)
             await until(lambda t=tokens, b=before: steps.asked == b + t + 1)
             task.cancel()
-            await until(lambda: engine._aborts, "the news")
+            await until(lambda: engine._calls, "the news")
             steps.let()
             await until(lambda t=tokens: len(kept) == t)
         text = (await client.get("/metrics")).text
@@ -577,7 +577,7 @@ async def test_what_runs_at_the_end_of_a_drain_is_told() -> None:
             begun(client, engine, steps) as another,
         ):
             draining = asyncio.create_task(engine.drain(0.1))
-            await until(lambda: len(engine._aborts) == 3, "the end of its patience")
+            await until(lambda: len(engine._calls) == 3, "the end of its patience")
             steps.let_all()
             assert not await draining
             assert (await whole).status_code == 503

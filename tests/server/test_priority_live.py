@@ -25,7 +25,7 @@ class Sees:
         self.ended: list[RequestRecord] = []
 
     def on_step(self, step: Step) -> None:
-        there = [seq.owner.request.priority for seq in step.scheduled.sequences]
+        there = [seq.owner.priority for seq in step.scheduled.sequences]
         self.steps.append((step.started, there))
 
     def on_end(self, record: RequestRecord) -> None:
@@ -113,7 +113,7 @@ async def test_a_full_queue_gives_the_least_urgent_place_to_who_is_more_urgent(
         await until(lambda: steps.asked and engine.stats().waiting == 2, "a full queue")
         assert (await client.get("/ready")).status_code == 200  # for who is of priority 0
         urgent = [asyncio.create_task(ask(URGENT)) for _ in range(2)]
-        await until(lambda: len(engine._replaced) == 2, "two that take places")
+        await until(lambda: len(engine._calls) == 2, "two that take places")
         assert (await client.get("/ready")).status_code == 503
         refused = await ask(URGENT)  # all who wait are as urgent
         assert refused.status_code == 429

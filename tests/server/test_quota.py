@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from octavo.scheduler.request import Outcome, RequestRecord
 from octavo.server import quota
-from octavo.server.errors import TooMany
-from octavo.server.quota import Quota
+from octavo.server.errors import ApiError, too_many
+from octavo.server.keys import ApiKey
+from octavo.server.quota import Account
 
 
 class Clock:
@@ -28,6 +29,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+def account(requests: int | None, tokens: int | None) -> Account:
+    """That of a key with these limits a minute."""
+    limits = {"max_requests_per_minute": requests, "max_tokens_per_minute": tokens}
+    return Account(ApiKey(name="k", digest=b"", **limits))  # type: ignore[arg-type]
+
+
 def record(prompt: int, **fields: Any) -> RequestRecord:
     found = RequestRecord("r", 0.0, prompt)
     for name, value in fields.items():
@@ -36,29 +43,29 @@ def record(prompt: int, **fields: Any) -> RequestRecord:
 
 
 def test_requests_a_minute(clock: Clock) -> None:
-    key = Quota("k", requests=3, tokens=None)
+    key = account(3, None)
     for _ in range(3):
         key.open().of([record(1)])
-    with pytest.raises(TooMany) as refused:
+    with pytest.raises(ApiError) as refused:
         key.open()
     assert refused.value.headers == {"Retry-After": "20", "retry-after-ms": "20000"}
     assert "'k' has used up its 3 requests a minute" in refused.value.message
     clock.now = 19.99
-    with pytest.raises(TooMany):
+    with pytest.raises(ApiError):
         key.open()
     clock.now = 20.0
     key.open()
 
 
 def test_what_is_generated_is_charged_as_it_comes(clock: Clock) -> None:
-    key = Quota("k", requests=None, tokens=600)  # ten a second
+    key = account(None, 600)  # ten a second
     charge = key.open()
     charge.prompts([100])
     live = record(100)
     charge.of([live])
     assert dict(key.headers())[b"x-ratelimit-remaining-tokens"] == b"500"
     live.completion_tokens = 550
-    with pytest.raises(TooMany) as refused:  # 50 are owed, and one is needed
+    with pytest.raises(ApiError) as refused:  # 50 are owed, and one is needed
         key.open()
     assert refused.value.headers["retry-after-ms"] == "5100"
     live.outcome = Outcome.FINISHED
@@ -71,23 +78,23 @@ def test_what_is_generated_is_charged_as_it_comes(clock: Clock) -> None:
 
 
 def test_a_prompt_waits_until_there_is_enough_or_the_bucket_is_full(clock: Clock) -> None:
-    key = Quota("k", requests=None, tokens=60)
+    key = account(None, 60)
     first = key.open()
     first.prompts([200])  # more than ever fits: from a full bucket
     first.of([record(200, outcome=Outcome.ABORTED)])
     first.close()
-    with pytest.raises(TooMany) as refused:
+    with pytest.raises(ApiError) as refused:
         key.open()
     assert refused.value.headers["Retry-After"] == "141"
     clock.now = 141.0
     second = key.open()
-    with pytest.raises(TooMany) as refused:
+    with pytest.raises(ApiError) as refused:
         second.prompts([30])
     assert refused.value.headers["Retry-After"] == "29"
 
 
 def test_what_is_refused_costs_nothing(clock: Clock) -> None:
-    key = Quota("k", requests=2, tokens=100)
+    key = account(2, 100)
     before = key.headers()
     for records in ([], [record(40, outcome=Outcome.REJECTED)]):
         charge = key.open()
@@ -107,21 +114,21 @@ def test_what_is_refused_costs_nothing(clock: Clock) -> None:
 
 def test_a_wait_of_hours_is_told_as_it_is(clock: Clock) -> None:
     """Who comes back when told to is let in."""
-    key = Quota("k", requests=None, tokens=1)
+    key = account(None, 1)
     charge = key.open()
     charge.prompts([1])
     charge.of([record(1, completion_tokens=180, outcome=Outcome.FINISHED)])
     charge.close()
-    with pytest.raises(TooMany) as refused:
+    with pytest.raises(ApiError) as refused:
         key.open()
     assert refused.value.headers == {"Retry-After": "10860", "retry-after-ms": "10860000"}
     clock.now = 10860.0
     key.open()
-    assert TooMany("", 1e9, "capacity").headers["Retry-After"] == "3600"
+    assert too_many("", 1e9, "capacity").headers["Retry-After"] == "3600"
 
 
 def test_all_prompts_of_a_body_wait() -> None:
-    key = Quota("k", requests=None, tokens=None)
+    key = account(None, None)
     charge = key.open()
     assert key.waiting == 1  # one at least, before it is read
     charge.prompts([5, 6, 7])
@@ -171,7 +178,7 @@ def test_no_more_is_served_than_the_time_allows(
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quota, "time", clock)
-        key = Quota("k", requests, tokens)
+        key = account(requests, tokens)
         served = spent = 0
         for pause, prompt, answer, outcome in life:
             clock.now += pause
@@ -181,7 +188,7 @@ def test_no_more_is_served_than_the_time_allows(
                     charge = key.open()
                     charge.prompts([prompt])
                     break
-                except TooMany as refused:
+                except ApiError as refused:
                     if charge is not None:
                         charge.close()
                     clock.now += int(refused.headers["retry-after-ms"]) / 1000

@@ -15,30 +15,30 @@ from serving import listening
 from starlette.types import Message
 
 from octavo.server.clients import Clients
+from octavo.server.context import RequestContext
 from octavo.server.errors import ClientGone
 from octavo.server.keys import ApiKey
-from octavo.server.refusals import Cost, Refusals
-from octavo.server.workers import SMALL, Workers
+from octavo.server.workers import SMALL, Refusals, Workers
 from patience import PATIENCE, until
 
 
 def test_all_that_is_refused_takes_a_tenth_of_the_time() -> None:
     now, worked = 0.0, 0.0
     refusals = Refusals(lambda: now)
-    assert refusals.delay("a", Cost(1000, 0.001)) == 0.0  # at once: it is next to nothing
+    assert refusals.delay_s("a", 1000, 0.001) == 0.0  # at once: it is next to nothing
     now = 100.0
     for _ in range(50):  # a sender that comes again as soon as it is told
         worked += 0.02
         now += 0.02
-        now += refusals.delay("a", Cost(0, 0.02))
+        now += refusals.delay_s("a", 0, 0.02)
     assert worked <= 0.1 * (now - 100.0 + 2.0) + 0.01
     assert now - 100.0 > 7.0
     # Several at once wait for each other, and for nobody else.
-    delays = [refusals.delay("b", Cost(4 << 20, 0.1)) for _ in range(4)]
+    delays = [refusals.delay_s("b", 4 << 20, 0.1) for _ in range(4)]
     assert delays == sorted(delays)
     assert delays[0] == 0.0  # once is nothing
     assert delays[-1] > 2.0
-    assert refusals.delay("c", Cost(100, 0.0)) == 0.0
+    assert refusals.delay_s("c", 100, 0.0) == 0.0
 
 
 def test_no_refusal_is_later_than_half_a_minute() -> None:
@@ -46,15 +46,15 @@ def test_no_refusal_is_later_than_half_a_minute() -> None:
     now = 0.0
     refusals = Refusals(lambda: now)
     for _ in range(1000):
-        assert refusals.delay("", Cost(4 << 20, 1.0)) <= 30.0
+        assert refusals.delay_s("", 4 << 20, 1.0) <= 30.0
     now = 32.0
-    assert refusals.delay("", Cost(100, 0.0)) == 0.0
+    assert refusals.delay_s("", 100, 0.0) == 0.0
 
 
 async def test_who_waits_for_a_refusal_is_let_go() -> None:
     """When its client has left, and when the server drains."""
     refusals = Refusals()
-    refusals.delay("", Cost(1, 1.0))  # others' bodies: from now on each waits
+    refusals.delay_s("", 1, 1.0)  # others' bodies: from now on each waits
 
     async def never() -> Message:
         return await asyncio.Future()
@@ -63,10 +63,11 @@ async def test_who_waits_for_a_refusal_is_let_go() -> None:
         await asyncio.sleep(0)
         return {"type": "http.disconnect"}
 
+    nothing_read, read = (RequestContext("id", "POST", "/", body_bytes=size) for size in (0, 100))
     with pytest.raises(ClientGone):
-        await refusals.pay("", Cost(100, 0.0), left)
-    await refusals.pay("", Cost(), never)  # nothing of its body was read
-    waits = asyncio.create_task(refusals.pay("", Cost(100, 0.0), never))
+        await refusals.pay(read, left)
+    await refusals.pay(nothing_read, never)
+    waits = asyncio.create_task(refusals.pay(read, never))
     done, _ = await asyncio.wait([waits], timeout=0.05)
     assert not done
     refusals.drain()

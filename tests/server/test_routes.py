@@ -12,9 +12,9 @@ import octavo
 from octavo.engine.async_engine import AsyncEngine
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import Request
-from octavo.server.app import create_app
+from octavo.server.app import App
 from octavo.server.config import ServeConfig
-from octavo.server.gate import PROBES, Gate
+from octavo.server.keys import ApiKey
 from octavo.server.model import public_name
 from octavo.server.protocol import (
     LABELS,
@@ -23,8 +23,9 @@ from octavo.server.protocol import (
     ChatRequest,
     CompletionRequest,
 )
-from octavo.server.quota import Quota
-from octavo.server.server import _drain
+from octavo.server.quota import Account
+from octavo.server.routes import DOCS_ROUTES, ROUTES
+from octavo.server.server import Server
 
 
 async def test_models(client: httpx.AsyncClient) -> None:
@@ -132,18 +133,13 @@ async def test_probes(client: httpx.AsyncClient, engine: FakeEngine) -> None:
         assert response.json()["error"]["code"] == 503
 
 
-PATHS = [
-    *("/v1/models", "/v1/models/tiny", "/v1/completions", "/v1/chat/completions", "/tokenize"),
-    *("/detokenize", "/metrics", "/requests", "/version", "/docs", "/openapi.json", "/nothing"),
-]
+PROBES = [route.path for route in ROUTES if route.open]
 
 
 async def test_keys(make_client: Any, engine: FakeEngine) -> None:
     client = make_client(api_key=("first", "second"))
-    gate = create_app(engine, served_model(), ServeConfig())  # type: ignore[arg-type]
-    assert isinstance(gate, Gate)
-    assert gate._paths - PROBES - {"/v1/models/{model:path}"} <= set(PATHS)  # every route there is
-    for path in PATHS:
+    closed = {route.path for route in (*ROUTES, *DOCS_ROUTES) if not route.open}
+    for path in (*closed, "/v1/models/tiny", "/nothing"):
         for method in ("GET", "POST"):
             for key in (None, "Bearer", "Bearer ", "Bearer third", "Basic first", "first"):
                 headers = {} if key is None else {"authorization": key}
@@ -172,7 +168,8 @@ async def test_other_origins(make_client: Any) -> None:
     assert response.status_code == 401
     assert response.headers["access-control-allow-origin"] == "http://a.example"
     exposed = response.headers["access-control-expose-headers"].lower().split(", ")
-    limits = {name.decode() for name, _ in Quota("key", 1, 1).headers()}
+    limited = ApiKey(name="k", digest=b"", max_requests_per_minute=1, max_tokens_per_minute=1)
+    limits = {name.decode() for name, _ in Account(limited).headers()}
     assert limits | {"x-request-id", "retry-after"} <= set(exposed)
     response = await opened.get("/health", headers={"origin": "http://b.example"})
     assert "access-control-allow-origin" not in response.headers
@@ -196,7 +193,8 @@ async def test_how_a_drain_ended(
         )
     engine.alive = alive
     with caplog.at_level(logging.INFO, "octavo.server"):
-        await _drain(cast(AsyncEngine, engine), 0.01)
+        app = App(cast(AsyncEngine, engine), served_model(), ServeConfig(shutdown_timeout=0.01))
+        await Server(app.engine, app).drain()
     assert [record.getMessage() for record in caplog.records] == [said]
 
 
@@ -244,6 +242,14 @@ async def test_docs(make_client: Any) -> None:
         assert name in page
     closed = make_client(docs=False)
     assert (await closed.get("/docs")).status_code == 404
+
+
+def test_every_route_is_in_the_documentation() -> None:
+    said = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    table = said.partition("\n## Routes\n")[2].partition("\nRequest fields")[0]
+    for route in (*ROUTES, *DOCS_ROUTES):
+        shown = route.path.replace("{model}", "NAME")
+        assert f"`{shown}`" in table or f"`{route.method} {shown}`" in table or not route.summary
 
 
 def test_a_field_has_one_meaning() -> None:

@@ -16,14 +16,14 @@ from serving import real_engine, started
 
 from octavo.engine.outputs import Delta
 from octavo.engine.stats import EngineStats
-from octavo.kv_cache.tiers import TierStats
+from octavo.kv_cache.connectors.base import ConnectorStats
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import FinishReason, LatencyTarget, Outcome, Request, RequestRecord
-from octavo.server.deltas import Gaps
 from octavo.server.metrics import Metrics
 from octavo.server.metrics.families import Families
 from octavo.server.metrics.requests import REJECTIONS, RequestMetrics
 from octavo.server.metrics.slo import SloMetrics, class_of
+from octavo.server.streaming import MergedStream
 
 TARGET = LatencyTarget(ttft=1.0, tpot=0.1, e2el=5.0)
 CLASS = "ttft:1000 tpot:100 e2el:5000"
@@ -95,7 +95,7 @@ def test_what_became_of_a_promise(changes: dict[str, Any], result: str | None) -
 def test_the_time_that_a_client_does_not_read_is_no_latency() -> None:
     registry = CollectorRegistry()
     metrics = RequestMetrics(Families(registry, "m"), 512)
-    gaps = Gaps(metrics.inter_token.observe)
+    gaps = MergedStream([], 1, metrics.inter_token.observe)
     for each in (record(), record(last_token=110.0, finished=110.0, pauses=1)):
         for at in (101.0, each.last_token):
             gaps.count(0, each, Delta("id", 0, "a", [1], at=at))
@@ -232,11 +232,15 @@ def test_every_reason_is_there_before_it_is_needed() -> None:
 
 
 def test_sources_add_up() -> None:
-    tiers = TierStats(host_bytes=1, host_capacity=2, disk_bytes=3, disk_capacity=4)
+    connectors = {
+        "host": ConnectorStats(used_bytes=1, capacity_bytes=2),
+        "disk": ConnectorStats(used_bytes=3, capacity_bytes=4),
+    }
     counted = metrics(
         EngineStats(
-            prompt_tokens=100, prefix_queries=90, prefix_hits=60, prefix_hits_host=20,
-            prefix_hits_disk=10, waiting=5, waiting_deferred=2, tiers=tiers,
+            prompt_tokens=100, prefix_queries=90, prefix_hits=60,
+            external_hits={"host": 20, "disk": 10}, waiting=5, waiting_deferred=2,
+            connectors=connectors,
         )
     )  # fmt: skip
     by_source = {

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from serving import listening, real_engine, started
 
 from octavo.tools.top import live
@@ -172,12 +174,8 @@ async def test_what_is_no_octavo_server() -> None:
         await send(start)
         await send({"type": "http.response.body", "body": body})
 
-    from octavo.server.config import ServeConfig
-    from octavo.server.server import bind, http_server
-
-    settings = ServeConfig(port=0)
-    listener = bind(settings)
-    server = http_server(other, settings)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(other, lifespan="off", log_config=None))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     await until(lambda: server.started or task.done(), "the server")
     source = Source(f"http://127.0.0.1:{listener.getsockname()[1]}", None, 10, insecure=False)

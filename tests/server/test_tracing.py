@@ -26,9 +26,9 @@ from test_process import process
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.stats import EngineStats
 from octavo.extras import install_command
-from octavo.server.exchange import Exchange
+from octavo.server.context import RequestContext
 from octavo.server.metrics import Metrics
-from octavo.server.tracing import Spans, Tracer, _Exporter
+from octavo.server.tracing import Tracer, _Exporter
 from patience import PATIENCE, Leave, lose_patience, until
 
 REMOTE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -215,7 +215,7 @@ async def test_a_client_that_leaves_and_an_engine_that_dies() -> None:
             steps.let(2)
             await until(lambda: steps.asked == 3, "a third step")
             leaves.cancel()
-            await until(lambda: engine._aborts)
+            await until(lambda: engine._calls)
             steps.let()
             (*_, left) = await asyncio.to_thread(collector.spans, 5)
             await until(lambda: engine._busy_since is None, "the end of its step")
@@ -280,18 +280,18 @@ async def test_a_collector_that_fails_is_named_once(caplog: pytest.LogCaptureFix
     caplog.set_level("INFO")
     with collecting() as collector, traced(collector) as tracer:
         metrics = Metrics("tiny", EngineStats, 512)
-        tracer.spans.tell = metrics.spans
+        tracer.tell = metrics.spans
 
         def trace() -> None:
-            exchange = Exchange("id", "POST", "/v1/completions")
-            exchange.ended = exchange.started
-            tracer.trace(exchange)
+            context = RequestContext("id", "POST", "/v1/completions")
+            context.ended = context.started
+            tracer.trace(context)
 
         for status, before in ((400, 0), (413, 3)):
             collector.status = status
             for failed in (1, 2, 3):
                 trace()
-                await until(lambda failed=before + failed: tracer.spans.failed == failed)
+                await until(lambda failed=before + failed: tracer.spans["failed"] == failed)
             said = [record.getMessage() for record in caplog.records]
             (line,) = said
             assert collector.url in line
@@ -301,7 +301,7 @@ async def test_a_collector_that_fails_is_named_once(caplog: pytest.LogCaptureFix
             await until(lambda: len(caplog.records) == 2)
             assert "takes them again; 3 spans were lost" in caplog.records[1].getMessage()
             caplog.clear()
-        assert (tracer.spans.made, tracer.spans.sent, tracer.spans.failed) == (8, 2, 6)
+        assert tracer.spans == {"made": 8, "sent": 2, "failed": 6}
         text = metrics.exposition("")[0].decode()
         for state, number in (("made", 8), ("sent", 2), ("failed", 6)):
             assert re.search(rf'trace_spans_total{{.*state="{state}"}} {number}.0', text)
@@ -318,7 +318,7 @@ def test_an_export_that_raises_has_failed(
     monkeypatch.setattr(OTLPSpanExporter, "export", raises)
     library = logging.getLogger("opentelemetry.sdk")
     caplog.set_level(logging.DEBUG, library.name)
-    exporter = _Exporter("http://h/v1/traces", Spans())
+    exporter = _Exporter("http://h/v1/traces", lambda state, spans: None)
     assert exporter.export([]) is SpanExportResult.FAILURE
     (line,) = caplog.messages
     assert line.endswith("is lost until it works again: It is down")

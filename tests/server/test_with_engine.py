@@ -17,13 +17,13 @@ from serving import PacedExecutor, listening, real_engine, started
 
 from engine.drafting import Coin
 from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.calibration import Prediction
 from octavo.executor.cost import Rates
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import Request
 from octavo.server.keys import ApiKey, digest
 from octavo.server.metrics import Metrics
 from octavo.spec_decode.speculator import Speculator
-from octavo.tools.plan.prediction import Prediction
 from patience import Leave, until
 
 
@@ -205,7 +205,7 @@ async def test_a_request_that_waits_never_runs_when_its_client_leaves() -> None:
         waiting = asyncio.create_task(complete(client, prompt="second"))
         await until(lambda: engine.stats().waiting)
         waiting.cancel()
-        await until(lambda: engine._aborts)
+        await until(lambda: engine._calls)
         steps.let()
         await until(lambda: not engine.stats().waiting)
         steps.let_all()

@@ -8,13 +8,15 @@ import threading
 import weakref
 
 import pytest
+from serve_fakes import FakeEngine, served_model
 from starlette.types import Message, Receive, Scope, Send
 
-from octavo.server.body import unless_gone
+from octavo.server.app import App
+from octavo.server.config import ServeConfig
+from octavo.server.context import RequestContext
 from octavo.server.errors import ApiError, ClientGone
-from octavo.server.exchange import Exchange
-from octavo.server.gate import Door
-from octavo.server.workers import Workers
+from octavo.server.routes import HttpRoute
+from octavo.server.workers import Workers, unless_gone
 from patience import PATIENCE, until
 
 
@@ -52,13 +54,13 @@ def test_memory_is_given_back_without_a_collection() -> None:
     assert (trims, collections) == ([0], [])
 
 
-async def test_a_refused_body_is_let_go_of_at_once() -> None:
+async def test_a_refused_body_is_let_go_of_at_once(engine: FakeEngine) -> None:
     class Body:
         pass
 
     held: list[weakref.ref[Body]] = []
 
-    async def refuses(scope: Scope, receive: Receive, send: Send) -> None:
+    async def refuses(app: App, context: RequestContext, receive: Receive, send: Send) -> None:
         body = Body()
         held.append(weakref.ref(body))
         raise ApiError(400, "no")
@@ -69,11 +71,11 @@ async def test_a_refused_body_is_let_go_of_at_once() -> None:
     async def send(message: Message) -> None:
         pass
 
-    scope: Scope = {"type": "http", "headers": []}
-    Exchange("id", "POST", "/").attach(scope)
+    scope: Scope = {"type": "http", "method": "POST", "path": "/a", "headers": []}
+    app = App(engine, served_model(), ServeConfig(), routes=[HttpRoute("POST", "/a", refuses)])  # type: ignore[arg-type]
     gc.disable()
     try:
-        await Door(refuses, ())(scope, receive, send)
+        await app(scope, receive, send)
         assert held[0]() is None
     finally:
         gc.enable()

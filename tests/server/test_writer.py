@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from starlette.types import Message
 
-from octavo.server.body import Watch
-from octavo.server.writer import DirectWrite, Writer, keep_alive
+from octavo.server.streaming import Writer
+from octavo.server.workers import DisconnectWatch
 from patience import until
 
 
@@ -26,8 +27,14 @@ class Slow:
         self.taken.append(message)
 
     def writer(self) -> Writer:
-        direct = SimpleNamespace(ready=True, write=lambda data: self.taken.append({"body": data}))
-        return Writer(self.send, cast(DirectWrite, direct))
+        transport = SimpleNamespace(
+            write=lambda data: self.taken.append({"body": data}), is_closing=lambda: False
+        )
+        cycle = SimpleNamespace(
+            chunked_encoding=True, disconnected=False, response_complete=False,
+            flow=SimpleNamespace(write_paused=False), transport=transport,
+        )  # fmt: skip
+        return Writer(self.send, cast(Any, cycle))
 
     async def release(self, messages: int = 1) -> None:
         for _ in range(messages):
@@ -51,25 +58,25 @@ async def test_nothing_passes_what_waits() -> None:
     assert second.done()
     assert writer.ready
     writer.write_now(b"third")
-    assert [message.get("body") for message in slow.taken] == [None, b"first", b"second", b"third"]
+    assert [message.get("body") for message in slow.taken] == [
+        *(None, b"first", b"second", b"5\r\nthird\r\n")
+    ]
 
 
 async def test_no_sign_of_life_where_something_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A comment behind what the client does not take would tell it nothing."""
     due = 0
-    busy = Writer.busy
 
-    def asked(self: Writer) -> bool:
+    def looked_at() -> float:
         nonlocal due
         due += 1
-        return busy.__get__(self)
+        return time.monotonic()
 
-    monkeypatch.setattr(Writer, "busy", property(asked))
     slow = Slow()
     writer = slow.writer()
+    monkeypatch.setattr("octavo.server.streaming.time", SimpleNamespace(monotonic=looked_at))
     waiting = asyncio.create_task(writer.write(b"first"))
-    beat = keep_alive(writer, 0.005)
-    assert beat is not None
+    beat = asyncio.create_task(writer.keep_alive(0.005))
     await until(lambda: due >= 3, "signs of life that are due")
     await slow.release(2)
     assert waiting.done()
@@ -91,7 +98,7 @@ async def test_closing_a_watch_hides_no_cancellation() -> None:
             raise
 
     async def closes() -> None:
-        watch = Watch(receive, lambda: None)
+        watch = DisconnectWatch(receive, lambda: None)
         await asyncio.sleep(0)
         await watch.close()
 

@@ -258,13 +258,10 @@ def run(
         chunk = 0
         joining: list[Seq] = []
         while len(decoding) + len(joining) < batch and started < answers:
-            owner = SimpleNamespace(
-                request=SimpleNamespace(cache_salt=None),
-                num_prompt_tokens=PROMPT,
-                max_tokens=length if started >= batch else length * (started + 1) // batch + 2,
-            )
+            owner = SimpleNamespace(cache_salt=None, prompt_tokens=PROMPT)
+            most = length if started >= batch else length * (started + 1) // batch + 2
             order = (started, 0)
-            joining.append(Seq(cast(Any, owner), 0, order, array("i", [1] * PROMPT)))
+            joining.append(Seq(cast(Any, owner), 0, order, array("i", [1] * PROMPT), PROMPT + most))
             started += 1
             chunk += PROMPT
         count = len(decoding)

@@ -342,7 +342,7 @@ def test_aborts_give_everything_back() -> None:
                 assert drafter.kv.pool.num_used > 0
                 engine.abort(str(step - 4))
                 engine.check_integrity()
-        assert not engine._requests
+        assert not engine.requests
         assert drafter.kv.pool.num_used == 0
         assert drafter.kv.num_free_slots == 8
 

@@ -22,8 +22,8 @@ class Background(ModelDrafter):
 
 
 def sequence() -> Seq:
-    owner = SimpleNamespace(num_prompt_tokens=5, max_tokens=9999)
-    return Seq(cast(Any, owner), 0, (0, 0), array("i", [1] * 5))
+    owner = SimpleNamespace(prompt_tokens=5)
+    return Seq(cast(Any, owner), 0, (0, 0), array("i", [1] * 5), 9999)
 
 
 def planning(row: float = 0.0) -> tuple[Background, DraftPlanner, SpeculationTimes]:

@@ -39,9 +39,8 @@ class Fixed(NgramDrafter):
 
 
 def sequence() -> Seq:
-    request = SimpleNamespace(cache_salt=None)
-    owner = SimpleNamespace(request=request, num_prompt_tokens=3, max_tokens=20)
-    return Seq(cast(Any, owner), 0, (0, 0), array("i", [1, 2, 3]))
+    owner = SimpleNamespace(cache_salt=None, prompt_tokens=3)
+    return Seq(cast(Any, owner), 0, (0, 0), array("i", [1, 2, 3]), 23)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +160,7 @@ def drafting(paid: float, steps: int = 600) -> tuple[int, list[bool]]:
 
     speculator = Speculator(Busy(Draft([1])), VOCAB, now=lambda: clock[0])
     speculator._gains = lambda seq, draft: [0.9]  # type: ignore[method-assign]  # a wrong estimate
-    owner = SimpleNamespace(
-        request=SimpleNamespace(cache_salt=None), num_prompt_tokens=3, max_tokens=9999
-    )
+    owner = SimpleNamespace(cache_salt=None, prompt_tokens=3, max_tokens=9999)
     seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1, 2, 3]))
     for step in range(steps):
         before = clock[0]
@@ -346,10 +343,8 @@ def test_where_the_model_does_not_pay_drafts_are_still_found(found: Draft) -> No
 
     model, lookup = Slow(Draft([1, 2])), Quick(found)
     speculator = both(model, lookup, None, now=lambda: clock[0])
-    owner = SimpleNamespace(
-        request=SimpleNamespace(cache_salt=None), num_prompt_tokens=3, max_tokens=9999
-    )
-    seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1, 2, 3]))
+    owner = SimpleNamespace(cache_salt=None, prompt_tokens=3)
+    seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1, 2, 3]), 9999)
     drafted = 0
     for _ in range(600):
         before = clock[0]

@@ -49,7 +49,6 @@ app = typer.Typer(
     help="Serve language models from the CPU you have.",
     epilog="Start with: octavo chat smollm2, or octavo serve smollm2",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its tables cut long option names, and rich takes 0.1 s to import
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -170,6 +169,8 @@ def _explain(error: Exception) -> str:
         return f"octavo: {where}: {error.strerror}{advice}".replace(": : ", ": ")
     if isinstance(error, MemoryError):
         return "octavo: out of memory (is there a limit on this process? see ulimit -v)"
+    if isinstance(error, ImportError) and "nanobind_backend" in text:
+        return f"octavo: {text}"  # it says what to install
     if isinstance(error, ImportError) and "_native" in text:
         return "octavo: the native module is not built here: run make native, or pip install ."
     return (

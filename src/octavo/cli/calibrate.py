@@ -13,8 +13,8 @@ from octavo.machine.others import MUCH
 from octavo.words import number, plural
 
 if TYPE_CHECKING:
+    from octavo.engine.calibration import Calibration
     from octavo.engine.config import EngineConfig
-    from octavo.tools.plan.calibration import Calibration
 
 EXAMPLES = (
     "octavo calibrate smollm2",
@@ -47,11 +47,12 @@ def command(
     just before predicting, stores beside the calibration how many times as long memory and
     processor take now.
     """
+    from octavo.engine.calibration import Calibration, CalibrationKey
     from octavo.engine.config import SettingsError
     from octavo.engine.load import load_engine
     from octavo.loader import load
     from octavo.loader.pull import resolve
-    from octavo.tools.plan.calibration import Calibration, CalibrationKey, check_settings
+    from octavo.tools.plan.calibrating import check_settings, measure, refreshed
 
     check_settings(engine)
     checkpoint = load(resolve(model))
@@ -69,9 +70,9 @@ def command(
         try:
             if stored is not None:
                 progress("seeing how fast the machine is")
-                calibration = stored.refreshed(loaded)
+                calibration = refreshed(stored, loaded)
             else:
-                calibration = Calibration.measure(loaded, progress=now_and_then(progress))
+                calibration = measure(loaded, progress=now_and_then(progress))
         finally:
             loaded.engine.close()
     try:
@@ -83,12 +84,14 @@ def command(
             show_report(as_text(calibration))
     finally:  # also when nobody reads on
         typer.echo(f"stored in {calibration.save()}", err=True)
-        if disturbed := disturbance(calibration, refresh):
-            typer.echo(f"! {disturbed}", err=True)
+        if warning := disturbance(calibration, refresh):
+            typer.echo(f"! {warning}", err=True)
 
 
 def disturbance(calibration: Calibration, refresh: bool) -> str:
     """What is to be said of others that used the machine meanwhile."""
+    from octavo.tools.plan.calibrating import disturbed
+
     moment = calibration.moment
     if refresh and moment is not None:
         if moment.others <= MUCH:
@@ -97,10 +100,10 @@ def disturbance(calibration: Calibration, refresh: bool) -> str:
             f"others took {moment.others:.0%} of the processor meanwhile: what was seen is the "
             "machine beside them, and holds while they go on"
         )
-    if not calibration.disturbed:
+    if not (reason := disturbed(calibration)):
         return ""
     return (
-        f"the machine was busy: {calibration.disturbed}. Predictions will be off; run it again "
+        f"the machine was busy: {reason}. Predictions will be off; run it again "
         "when the machine is idle"
     )
 

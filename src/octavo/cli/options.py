@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from octavo.cli.values import METAVARS
+from octavo.scheduler.policies.config import POLICIES, setting_users
 from octavo.strict_json import once
 
 Model = Annotated[
@@ -323,23 +324,17 @@ POLICY_OPTIONS = [
     ),
     option(
         "scheduling_policy", str | None, None,
-        "Who goes first: fcfs; priority, lower numbers first; fair, equal shares for clients; "
-        "deadline, who is due first.", _POLICY, metavar="NAME", show_default="fcfs",
+        "Who goes first: "
+        + "; ".join(f"{each.name}, {each.help}" if each.help else each.name
+                    for each in POLICIES.values())
+        + ".", _POLICY, metavar="NAME", show_default=next(iter(POLICIES)),
     ),
-    option(
-        "priority_ageing", float | None, None,
-        "Under priority: seconds in the queue that are worth a level.", _POLICY,
-        metavar="SECONDS", show_default="30",
-    ),
-    option(
-        "fair_output_cost", float | None, None,
-        "Under fair: what a token of output counts, in tokens of prompt.", _POLICY,
-        show_default="2",
-    ),
-    option(
-        "best_effort_deadline", float | None, None,
-        "Under deadline: seconds after which requests without a target are due.", _POLICY,
-        metavar="SECONDS", show_default="60",
+    *(
+        option(
+            each.name, float | None, None, f"Under {' and '.join(users)}: {each.help}.", _POLICY,
+            metavar=each.metavar or METAVARS[float], show_default=f"{each.default:g}",
+        )
+        for each, users in setting_users().items()
     ),
     option(
         "max_queue_time", float | None, None, "Seconds a request may wait; then it is refused.",

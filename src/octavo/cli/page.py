@@ -58,6 +58,8 @@ class Command(Page, TyperCommand):
     """
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if ctx.resilient_parsing:  # a shell asks for completions: nothing is refused
+            return super().parse_args(ctx, args)
         parameters: list[Any] = self.get_params(ctx)
         known = {
             flag: not parameter.is_flag

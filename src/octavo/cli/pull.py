@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.fold import show_report
+from octavo.cli.values import model_names
 
 EXAMPLES = (
     "octavo pull smollm2 gemma3-270m",
@@ -20,7 +21,10 @@ def command(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Known names, or Hugging Face ids.", show_default=False, metavar="NAME"
+            help="Known names, or Hugging Face ids.",
+            show_default=False,
+            metavar="NAME",
+            autocompletion=model_names,
         ),
     ] = None,
     show: Annotated[

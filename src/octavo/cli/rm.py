@@ -7,13 +7,20 @@ from typing import Annotated
 
 import typer
 
+from octavo.cli.values import model_names
+
 EXAMPLES = ("octavo rm gemma3-270m", "octavo rm gemma3-270m --yes")
 
 
 def command(
     names: Annotated[
         list[str],
-        typer.Argument(help="Names as octavo list has them.", metavar="NAME", show_default=False),
+        typer.Argument(
+            help="Names as octavo list has them.",
+            metavar="NAME",
+            show_default=False,
+            autocompletion=model_names,
+        ),
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:

@@ -39,6 +39,7 @@ from octavo.cli.planned import (
     unit,
 )
 from octavo.cli.serve import QUEUE_OPTIONS
+from octavo.scheduler.policies.config import field_users
 from octavo.tools.plan.defaults import GPU, engine_defaults
 from octavo.words import plural
 
@@ -289,11 +290,10 @@ def without_effect(classes: Sequence[LoadClass], policy: str) -> list[str]:
         "priority": any(each.priority for each in classes),
         "weight": any(each.weight != 1 for each in classes),
     }
-    needed = {"priority": "priority", "weight": "fair"}
     return [
         f"--class: {name} has no effect under --scheduling-policy {policy}"
         for name, given in ordered.items()
-        if given and policy != needed[name]
+        if given and policy not in field_users(name)
     ]
 
 

@@ -73,6 +73,10 @@ class Choice:
     def names(self) -> list[str]:
         return [str(each.value) for each in self.kind]
 
+    def complete(self, incomplete: str) -> list[str]:
+        """Return the names that begin like this: what a shell completes."""
+        return [name for name in self.names if name.startswith(incomplete)]
+
     def parse(self, text: Any) -> Any:
         """Raises `typer.BadParameter`."""
         if isinstance(text, self.kind):
@@ -112,6 +116,8 @@ def _checked(parameter: inspect.Parameter) -> inspect.Parameter:
         info.show_envvar = False  # click 8.2.1 would say "(env var: 'None')" in errors
     if info.metavar is None and base in METAVARS:
         info.metavar = METAVARS[base]
+    if "MODEL" in (info.metavar or ""):
+        info.autocompletion = model_names
     if info.parser is None and base in (int, float):
         number = Number(base, info.min, info.max)
         info.parser, info.min, info.max = number.parse, None, None
@@ -120,10 +126,20 @@ def _checked(parameter: inspect.Parameter) -> inspect.Parameter:
         choice = Choice(base)
         info.parser = choice.parse
         info.metavar = info.metavar or "|".join(choice.names)
+        info.autocompletion = choice.complete
     else:
         return parameter.replace(annotation=Annotated[kind, info])
     # What has a parser is text to typer; "| None" is whether it may be left out.
     return parameter.replace(annotation=Annotated[str | None if base is not kind else str, info])
+
+
+def model_names(incomplete: str) -> list[str]:
+    """Return the known models whose names begin like this: what a shell completes. Where there is
+    none, it completes the names of files.
+    """
+    from octavo.loader.pull import KNOWN
+
+    return [name for name in KNOWN if name.startswith(incomplete)]
 
 
 def _base(kind: Any) -> Any:

@@ -1,5 +1,5 @@
-"""How memory is divided between weights, work space and blocks, and the arithmetic where it is not
-enough.
+"""The plan of memory: how much goes to weights, work space and blocks. If it is not enough, the
+error has the arithmetic.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from octavo.spec_decode.draft_checkpoint import DraftModel
 from octavo.spec_decode.partial_draft import max_distributions
 from octavo.spec_decode.heads import Heads
 
-_TABLES_ALWAYS = 64 << 20  # bytes of block tables that need no place in the plan
+_TABLES_ALWAYS = 64 << 20  # bytes of block tables that are allowed whatever is left
 
 
 class CachePlan(NamedTuple):
-    """How the memory is divided. Sizes in bytes unless they say otherwise."""
+    """How the memory is divided. Sizes are in bytes unless they say otherwise."""
 
     num_blocks: int
     max_model_len: int  # tokens
-    kv_cache_bytes: int  # the draft model's too, as in the next two
+    kv_cache_bytes: int  # the draft model's included, as in the next two
     weight_bytes: int
-    work_bytes: int  # activations and logits of the largest step, and what drafting holds
+    work_bytes: int  # activations and logits of the largest step, and memory of drafters
     capacity_tokens: int
     capacity_sequences: float
     draft_blocks: int = 0  # of the draft model's cache
@@ -43,11 +43,11 @@ def plan_cache(
     draft: DraftModel | None = None,
     heads: Heads | None = None,
 ) -> CachePlan:
-    """Divide ``available`` bytes between weights, work space and blocks. A ``draft`` model's cache
-    holds as many of the longest sequences as the model's, as far as its own context goes.
-    ``weight_bytes`` are the model's with those of ``heads``.
+    """Divide ``available`` bytes between weights, work space and blocks. The cache of a ``draft``
+    model holds as many of the longest sequences as the model's, up to its own context length.
+    ``weight_bytes``: of the model and ``heads``.
 
-    Raises `DoesNotFit` with the arithmetic.
+    Raise `DoesNotFit` with the arithmetic.
     """
     model = compute.config
     work = all_work_bytes(config, compute, None if draft is None else draft.program, heads)
@@ -76,7 +76,7 @@ def plan_cache(
             f"max_model_len {config.max_model_len} is more than the model's context of "
             f"{model.context_length} tokens"
         )
-    # A model of windows only needs few blocks however long its context, but tables for all of it.
+    # A model with windows only needs few blocks for any context, but tables for all of it.
     table_rows = config.max_num_seqs + config.max_branches
     table_bytes = 4 * len(layout.groups) * table_rows  # a block of each
     table_room = max(left // 8, _TABLES_ALWAYS)
@@ -90,7 +90,9 @@ def plan_cache(
     wanted = min(wanted, longest_table)
 
     def needed(length: int) -> tuple[int, int]:
-        """Bytes of a sequence in both caches; and what the draft model's takes once beside."""
+        """Return the bytes of a sequence in both caches, and those that the draft model's cache
+        takes once in addition.
+        """
         size = peak_blocks(layout, length) * layout.block_bytes
         if draft is None:
             return size, 0
@@ -134,8 +136,8 @@ def all_work_bytes(
     draft: Program | None = None,
     heads: Heads | None = None,
 ) -> int:
-    """Bytes of what steps work in, and of what drafting holds beside: a ``draft`` model's steps, or
-    those of ``heads``.
+    """Return the bytes that steps work in, and that drafting with a ``draft`` model or ``heads``
+    needs in addition.
     """
     vocab_size = compute.config.vocab_size
     rows = config.max_logits_rows(longest_draft(config, heads))
@@ -153,11 +155,11 @@ def all_work_bytes(
 
 
 def work_bytes(compute: Program, max_tokens: int, max_logits_rows: int) -> int:
-    """Bytes of the largest step's activations and held logits, in 32-bit floats."""
+    """Return the bytes of the largest step's activations and held logits, in 32-bit floats."""
     widths = compute.widths
     activations = max_tokens * sum(widths.values())
     if (experts := compute.config.experts) is not None:
-        # An expert's rows begin a panel of 8, so that up to 7 stay empty (kernels/experts.h).
+        # Each expert's rows start a panel of 8, so up to 7 rows stay empty (kernels/experts.h).
         empty = 7 * min(experts.count, max_tokens * experts.chosen)
         row = widths["expert_gate"] + widths["expert_up"] + widths["expert_out"]
         activations += empty * row // experts.chosen
@@ -166,7 +168,7 @@ def work_bytes(compute: Program, max_tokens: int, max_logits_rows: int) -> int:
 
 
 def longest_draft(config: EngineConfig, heads: Heads | None) -> int | None:
-    """Tokens of a draft; None: as many as the settings allow."""
+    """Return the tokens of a draft; None: as many as the settings allow."""
     speculation = config.speculation
     if heads is None or speculation is None or speculation.looks_up:
         return None
@@ -174,14 +176,16 @@ def longest_draft(config: EngineConfig, heads: Heads | None) -> int | None:
 
 
 def _draft_blocks(draft: DraftModel, length: int) -> tuple[int, int]:
-    """Blocks that a sequence takes in the draft model's cache, and that must be free beside."""
+    """Return the blocks that a sequence takes in the draft model's cache, and those that must be
+    free in addition.
+    """
     read = min(length, draft.checkpoint.config.context_length)
     blocks = peak_blocks(draft.layout, read)
     return blocks, draft_model.needed_blocks(draft.layout, read) - blocks
 
 
 def longest_length(wanted: int, fits: Callable[[int], bool]) -> int:
-    """The longest sequence, up to ``wanted`` tokens, that fits."""
+    """Return the longest length, up to ``wanted`` tokens, for which ``fits`` is true."""
     low, high = 0, wanted
     while low < high:
         middle = (low + high + 1) // 2

@@ -26,7 +26,7 @@ _before = gc.get_threshold()  # before the first holder
 
 
 def hold_back() -> None:
-    """Make full passes rare, until `let_go` has been called as often."""
+    """Make full passes rare, until `release` has been called as often."""
     global _holders, _before
     with _lock:
         if not _holders:
@@ -38,7 +38,7 @@ def hold_back() -> None:
         _holders += 1
 
 
-def let_go() -> None:
+def release() -> None:
     global _holders
     with _lock:
         _holders -= 1

@@ -12,7 +12,7 @@ from octavo.executor.build import EXECUTORS
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.rounding import PLANNED, is_known
 from octavo.models.config import ModelConfig
-from octavo.scheduler.policies.config import PolicyConfig, PolicyName
+from octavo.scheduler.policies.config import PolicyConfig
 from octavo.spec_decode.config import SpeculativeConfig
 
 
@@ -25,7 +25,7 @@ class DoesNotFit(SettingsError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(PolicyConfig):
     """Names and meanings of vLLM's flags. None: derived from the model or the machine."""
 
     max_model_len: int | None = None  # tokens; None: the model's context, or what fits of it
@@ -34,12 +34,6 @@ class EngineConfig:
     itl_target: float | None = None  # ms that a step may take in which somebody decodes
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
-    scheduling_policy: PolicyName = "fcfs"
-    priority_ageing: float | None = None  # as in `PolicyConfig`, and the next four
-    fair_output_cost: float | None = None
-    best_effort_deadline: float | None = None
-    max_queue_time: float | None = None
-    shed_late: bool = False
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None  # wins over memory_utilization
     memory_utilization: float = 0.5  # share of the memory available beside the weights; of GPUs,
@@ -92,7 +86,7 @@ class EngineConfig:
                 "kv_offload_memory and kv_offload_dir are tiers of the prefix cache, which "
                 "enable_prefix_caching turns off"
             )
-        _ = self.policy  # refuses
+        PolicyConfig.__post_init__(self)
         if self.quantization not in (None, *PLANNED) and not is_known(self.quantization):
             raise ValueError(
                 f"quantization {self.quantization!r} is not supported; int8 and int4 round a float "

@@ -1,4 +1,4 @@
-"""Token ids to text while they come, and where a stop ends them."""
+"""Turn token ids into text as they come, and find where a stop token or string ends it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Released(NamedTuple):
 
 
 class StopStrings:
-    """The automaton of Aho and Corasick (1975) over stop strings: text is read once, a character
+    """The automaton of Aho and Corasick (1975) over stop strings: text is read once, one character
     at a time, however many strings there are.
 
-    A state is the longest end of the text read so far that begins a stop string; 0 is the empty
-    one.
+    A state is the longest end of the text read so far that begins a stop string; state 0 is the
+    empty end.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -38,10 +38,8 @@ class StopStrings:
         for string in strings:
             state = 0
             for character in string:
-                following = self.next[state].get(character)
-                if following is None:
-                    following = len(self.next)
-                    self.next[state][character] = following
+                following = self.next[state].setdefault(character, len(self.next))
+                if following == len(self.next):
                     self.next.append({})
                     self.depth.append(self.depth[state] + 1)
                     self.fallback.append(0)
@@ -81,7 +79,8 @@ class IncrementalDetokenizer:
     Of several stop strings, the one completed first ends the output (at the same character: the
     longest). One completed before min_tokens does not. ``stop_token_ids`` are all ids that end the
     output (`SamplingParams.ending_ids`); the text of such a token is part of the output only with
-    include_stop_str_in_output.
+    include_stop_str_in_output. Without a tokenizer (in simulations) there is no text, and only stop
+    tokens end the output.
     """
 
     # Thousands may wait: each is one object, of which the garbage collector finds nothing more.
@@ -100,7 +99,10 @@ class IncrementalDetokenizer:
     )
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, stop_token_ids: Collection[int]
+        self,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        stop_token_ids: Collection[int],
     ) -> None:
         self._tokenizer = tokenizer
         self._shows_special = not params.skip_special_tokens
@@ -115,11 +117,11 @@ class IncrementalDetokenizer:
         self._held = ""  # text that may become a stop string: as long as the state is deep
 
     def begin(self, character: bytes) -> None:
-        """The text begins inside a character, with these bytes of it. Before anything is pushed."""
+        """Begin inside a character, with these bytes of it. Call it before anything is pushed."""
         self._partial = character
 
     def push(self, token_ids: Sequence[int]) -> Released:
-        """The sequence's next tokens. Nothing may be pushed after a result that is finished."""
+        """Take the sequence's next tokens. Push nothing after a result that is finished."""
         released = ""
         for count, token_id in enumerate(token_ids, 1):
             self._num_tokens += 1
@@ -128,6 +130,8 @@ class IncrementalDetokenizer:
                     self._held += self._decode(token_id)
                 own = token_id in self._own_stop_token_ids
                 return Released(released + self.finish(), count, True, token_id if own else None)
+            if self._tokenizer is None:
+                continue
             text = self._decode(token_id)
             if self._stops is None:
                 released += text
@@ -139,13 +143,15 @@ class IncrementalDetokenizer:
         return Released(released, len(token_ids))
 
     def finish(self) -> str:
-        """What was held back, when the output ends for another reason than a stop string."""
+        """Return what was held back, when the output ends for another reason than a stop string."""
         text = self._held + utf_8_decode(self._partial, "replace", True)[0]
         self._held, self._partial = "", b""
         return text
 
     def _decode(self, token_id: int) -> str:
-        """The characters that the token completes."""
+        """Return the characters that the token completes."""
+        if self._tokenizer is None:
+            return ""
         if self._shows_special and self._tokenizer.is_special(token_id):
             data = self._partial + self._tokenizer.token_text(token_id).encode()
         else:
@@ -155,7 +161,7 @@ class IncrementalDetokenizer:
         return text
 
     def _match(self, text: str, stops: StopStrings) -> tuple[str, str | None]:
-        """The text now certain, and the stop string that ends the output there, if any."""
+        """Return the text now certain, and the stop string that ends the output there, if any."""
         state = self._state
         if state == 0 and stops.first.isdisjoint(text):
             return text, None

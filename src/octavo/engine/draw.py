@@ -266,14 +266,13 @@ def _score(
     low, high = max(first, span.row), min(end, span.row + span.size)
     if low >= high or isinstance(so_far, str):
         return
-    request = span.seq.owner.request
     position = span.position + low - span.row
     try:
         so_far += sampler.prompt_logprobs(
             logits,
             range(low - first, high - first),
-            request.prompt_token_ids[position : position + high - low],
-            request.params.prompt_logprobs or 0,
+            span.seq.token_ids[position : position + high - low],
+            span.seq.owner.params.prompt_logprobs or 0,
         )
     except ValueError as error:
         scores[span] = str(error)

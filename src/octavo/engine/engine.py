@@ -1,4 +1,4 @@
-"""The loop that ties the rooms together: schedule → execute → sample → commit → deliver."""
+"""The engine's loop: schedule → execute → sample → commit → deliver."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import gc
 import logging
 import random
 from array import array
-from collections.abc import Collection
-from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from octavo.engine.clock import Clock
+from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.draw import Drawn, draw
-from octavo.engine.leap import Leap, leap, takes_leaps
-from octavo.engine.outputs import Delta
-from octavo.engine.pace import Pace
-from octavo.engine.places import Places
+from octavo.engine.fault_isolation import OUTCOMES, retry_alone, rewind, start_over
+from octavo.engine.leap import Leap, foresees, leap
+from octavo.engine.outputs import Delta, SequenceOutput
 from octavo.engine.stats import EngineStats
-from octavo.engine.text import NoText, Text, TextFactory
+from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.base import Executor, StepResult
+from octavo.loader.base import Tokenizer
 from octavo.sampling.params import InvalidParameter, SamplingParams
-from octavo.sampling.sampler import Sampler, SamplerState, TokenLogprobs
+from octavo.sampling.sampler import Sampler
 from octavo.scheduler.batching import Scheduled
 from octavo.scheduler.request import (
     AdmissionError,
@@ -33,71 +34,40 @@ from octavo.scheduler.request import (
     RequestRecord,
 )
 from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.sequence import RequestState, Sequence, Status
+from octavo.scheduler.sequence import Sequence
 from octavo.spec_decode.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
-
-_FETCHING_WAIT = 0.005  # seconds at most, for the disk, when there is nothing else to do
+_FETCHING_WAIT = 0.005  # seconds at most to wait for the disk when there is nothing else to do
 
 
 class Step(NamedTuple):
-    """What an observer sees of a step: after sampling, before anything is committed."""
+    """What an observer is told of a step, after sampling and before anything is committed."""
 
     scheduled: Scheduled
     result: StepResult
     drawn: Drawn
-    started: float  # clock seconds; later by what copying blocks took before computing
+    started: float  # clock seconds; copying blocks before computing is left out
     ended: float
 
 
 class Observer(Protocol):
-    """Told of every step and every outcome, on the engine's thread. Must not block. What it raises
-    goes to the log, the first time, and changes nothing for anybody else.
+    """Is told of every step and every outcome, on the engine's thread, and must not block. What it
+    raises is logged, the first time, and changes nothing else.
     """
 
     def on_step(self, step: Step) -> None: ...
 
     def on_end(self, record: RequestRecord) -> None:
-        """``record.outcome`` has just been set. Rejected requests are told too, on the thread
+        """Called when ``record.outcome`` has just been set; for rejected requests on the thread
         that submitted them.
         """
         ...
 
 
-_OUTCOMES = {
-    FinishReason.STOP: Outcome.FINISHED,
-    FinishReason.LENGTH: Outcome.FINISHED,
-    FinishReason.ABORT: Outcome.ABORTED,
-    FinishReason.ERROR: Outcome.FAILED,
-    FinishReason.REPLACED: Outcome.REJECTED,
-    FinishReason.SHED: Outcome.REJECTED,
-}
-
-
-def _last_reason(record: RequestRecord) -> FinishReason:
-    """Why a request is over whose sequences are: whoever was cut off was cut off together."""
-    reasons = [reason for reason in record.finish_reasons if reason is not None]
-    return next((each for each in reasons if _OUTCOMES[each] is not Outcome.FINISHED), reasons[0])
-
-
-@dataclass(slots=True)
-class _Output:
-    """What the engine keeps of a sequence."""
-
-    sampler: SamplerState
-    text: Text
-    max_tokens: int
-    wants_logprobs: bool
-    num_tokens: int = 0  # delivered
-    num_pushed: int = 0  # that ``text`` has seen: as many, but for the time of a delivery
-    reason: FinishReason | None = None  # said with the last delta
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # until the first delta takes it
-
-
 class Engine:
-    """Synchronous engine. Not thread-safe: one thread calls it (`AsyncEngine` owns one)."""
+    """A synchronous engine. Not thread-safe: one thread calls it (`AsyncEngine` owns one)."""
 
     def __init__(
         self,
@@ -108,18 +78,20 @@ class Engine:
         *,
         vocab_size: int,
         eos_token_ids: Collection[int] = (),
-        text: TextFactory = NoText,
+        tokenizer: Tokenizer | None = None,
         max_logprobs: int = 20,
         seed: int | None = None,
         speculator: Speculator | None = None,
-        pace: Pace | None = None,
+        step_times: StepTimePredictor | None = None,
     ) -> None:
-        """``pace`` learns from the steps; it must be there where they have a target
-        (`SchedulerConfig.itl_target`).
+        """``tokenizer``: None in simulations, whose tokens are no text. ``step_times`` must predict
+        single steps where they have a target (`SchedulerConfig.itl_target`).
         """
         target = scheduler.config.itl_target
-        if pace is None and target is not None:
+        self.step_times = step_times or StepTimePredictor()
+        if target is not None and not self.step_times.predicts_steps:
             raise ValueError("a target for steps takes predictions of them")
+        scheduler.set_rates(self.step_times)
         self.executor = executor
         self.scheduler = scheduler
         self.sampler = sampler
@@ -128,60 +100,61 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_logprobs = max_logprobs
         self.speculator = speculator
-        self.pace = pace
-        self.places = Places(scheduler)
-        self._seeds = random.Random(seed)  # for requests that bring none
         self.observers: list[Observer] = []
-        self._text = text
-        self._requests: dict[str, RequestState] = {}
-        self._ended: list[Delta] = []  # last deltas of requests that ended between steps
-        self._gone: list[RequestState] = []  # of them, and of those that ended in this step
-        self._starts = 0  # how often all was started over
-        self._alone: RequestState | None = None  # who alone could make the step fail
-        self._accused: set[int] = set()  # ids of the observers whose failure was logged
+        self.requests: dict[str, RequestRecord] = {}
+        self.culprit: RequestRecord | None = None  # the one request that can make the step fail
+        self.num_starts = 0  # how often the engine has started over
+        self.new_text: Callable[[SamplingParams, frozenset[int]], IncrementalDetokenizer]
+        self.new_text = partial(IncrementalDetokenizer, tokenizer)
+        self._has_text = tokenizer is not None
+        self._seeds = random.Random(seed)  # for requests that bring none
+        self._undelivered: list[Delta] = []  # last deltas of requests that ended between steps
+        self._ended: list[RequestRecord] = []  # since the last step
+        self._logged: set[int] = set()  # ids of the observers whose failure was logged
         self._stats = EngineStats(kv_blocks=scheduler.kv.pool.num_blocks, itl_target=target)
-        if scheduler.kv.tiers is not None:
-            scheduler.kv.tiers.arena = executor
+        if scheduler.kv.connectors is not None:
+            scheduler.kv.connectors.register_kv_caches(executor)
 
     # Requests
 
     def check(self, request: Request) -> Request:
-        """The request as it will run: parameters validated, seed decided, the prompt an array of C
-        ints (the same one, if it is such). Raises `AdmissionError` with the arithmetic or
+        """Return the request as it will run: parameters validated, seed decided, the prompt an
+        array of C ints (the same one, if it is such). Raise `AdmissionError` with the arithmetic or
         `InvalidParameter` if it can never run.
 
-        Reads only what does not change, so any thread may call it.
+        This reads only what does not change, so any thread may call it.
         """
-        policy = self.scheduler.config.policy.scheduling_policy
-        if request.priority != 0 and policy != "priority":
+        policy = self.scheduler.policy
+        if request.priority != 0 and "priority" not in policy.request_fields:
             raise InvalidParameter(
-                "priority", f"priority {request.priority} has no effect under the policy {policy}"
+                "priority",
+                f"priority {request.priority} has no effect under the policy {policy.name}",
             )
         params = request.params.validated(self.vocab_size, self.max_logprobs)
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
         request = replace(request, params=params)
-        self._check_minimum(params, self.scheduler.check(request))
-        # Numbers and not objects: the collector need not look at each token of all who wait.
+        self._check_minimum(params, self.scheduler.admission.check(request))
+        # Numbers and not objects: the collector need not look at each token of waiting requests.
         prompt = request.prompt_token_ids
-        numbers = isinstance(prompt, array) and prompt.typecode == "i"
-        if numbers:
-            ids = np.asarray(prompt)
-            edges = int(ids.min()), int(ids.max())
+        if not (isinstance(prompt, array) and prompt.typecode == "i"):
+            self._check_token_ids(min(prompt), max(prompt))  # they may not fit into C ints
+            request.prompt_token_ids = array("i", prompt)
         else:
-            edges = min(prompt), max(prompt)
-        for token_id in edges:
+            ids = np.asarray(prompt)
+            self._check_token_ids(int(ids.min()), int(ids.max()))
+        return request
+
+    def _check_token_ids(self, *token_ids: int) -> None:
+        for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise AdmissionError(
                     f"token id {token_id} in the prompt is outside 0 to {self.vocab_size - 1}",
                     "prompt",
                 )
-        if not numbers:
-            request.prompt_token_ids = array("i", prompt)
-        return request
 
     def _check_minimum(self, params: SamplingParams, max_tokens: int) -> None:
-        """min_tokens must leave a token to draw, and room for all of them."""
+        """Raise `InvalidParameter` unless min_tokens leaves a token to draw, and space for all."""
         minimum = params.min_tokens
         if minimum > max_tokens:
             raise InvalidParameter(
@@ -200,13 +173,13 @@ class Engine:
             )
 
     def add_request(self, request: Request, arrival: float | None = None) -> RequestRecord:
-        """Queue a request; it joins the next step. Raises as `check` does, and when the queue is
+        """Queue a request; it joins the next step. Raise as `check` does, and when the queue is
         full (`AdmissionError` with ``retryable``). The record is the live one, filled as it runs.
         """
         record = self.new_record(request, arrival)
         try:
             request = self.check(request)
-            replaced = self.places.check([record])
+            replaced = self.scheduler.admission.find_places([record])
             self.admit(request, record)
         except ValueError as error:
             self.reject(record, error)
@@ -214,8 +187,7 @@ class Engine:
         except Exception as error:
             self.refuse(record, error)
             raise
-        self.places.take(replaced)
-        self.places.enter(record)
+        self.scheduler.admission.enter([record], replaced)
         for other in replaced:
             self.replace(other.request_id)
         return record
@@ -231,305 +203,225 @@ class Engine:
             priority=request.priority,
             weight=request.weight,
             target=request.target,
+            cache_salt=request.cache_salt,
+            params=request.params,
         )
 
     def reject(self, record: RequestRecord, error: Exception) -> None:
+        """End a request that is not to be queued."""
         record.error = str(error)
-        self._close(record, Outcome.REJECTED)
+        self.close_record(record, Outcome.REJECTED)
 
     def refuse(self, record: RequestRecord, error: Exception) -> Delta:
         """End a request that passed `check` and still could not be queued."""
         record.error = str(error)
-        self._close(record, Outcome.FAILED)
+        self.close_record(record, Outcome.FAILED)
         return Delta(record.request_id, 0, "", [], finish_reason=FinishReason.ERROR, record=record)
 
     def admit(self, request: Request, record: RequestRecord) -> None:
         """Queue a request that has passed `check`."""
-        if request.request_id in self._requests:
+        if request.request_id in self.requests:
             raise AdmissionError(f"request id {request.request_id!r} is in use", "request_id")
         params = request.params
-        max_tokens = self.scheduler.check(request)
+        max_tokens = self.scheduler.admission.check(request)
         ending_ids = params.ending_ids(self.eos_token_ids)
-        outputs = [
-            _Output(
-                self.sampler.new_state(params, request.prompt_token_ids, ending_ids, choice),
-                self._text(params, ending_ids),
-                max_tokens,
-                params.logprobs is not None,
-            )
-            for choice in range(params.n)
-        ]
-        for output in outputs:
-            output.text.begin(request.begun)
+        outputs = []
+        for choice in range(params.n):
+            sampler = self.sampler.new_state(params, request.prompt_token_ids, ending_ids, choice)
+            outputs.append(SequenceOutput(sampler, self.new_text(params, ending_ids)))
+            outputs[-1].text.begin(request.begun)
         if params.prompt_logprobs is not None:
             outputs[0].prompt_logprobs = [None]
-        record.max_tokens = max_tokens
-        state = self.scheduler.new_state(request, record, max_tokens, outputs)
-        self._requests[request.request_id] = state  # first: nobody runs whom we do not know
+        self.requests[record.request_id] = record  # first: no request runs that is not known here
         try:
-            self.scheduler.add(state, self.clock.now())
+            prompt = request.prompt_token_ids
+            self.scheduler.add(record, prompt, max_tokens, self.clock.now(), outputs)
         except BaseException:
-            del self._requests[request.request_id]
+            del self.requests[record.request_id]
             raise
         self._stats.admitted += 1
 
     def abort(self, request_id: str) -> bool:
         """End a request now, whatever its state; its blocks are free on return. Its last Delta
-        (finish_reason ABORT, with the record) comes out of the next `step`. False if unknown.
+        (finish_reason ABORT, with the record) comes out of the next `step`. Return False if it is
+        unknown.
         """
-        if request_id not in self._requests:
+        if (record := self.requests.get(request_id)) is None:
             return False
-        self._end_between_steps(self._requests[request_id], FinishReason.ABORT)
+        self._end_between_steps(record, FinishReason.ABORT)
         return True
 
     def replace(self, request_id: str) -> None:
         """End a request whose place in the queue another has taken, unless it has begun to run."""
-        state = self._requests.get(request_id)
-        if state is not None and state.record.scheduled is None:
+        record = self.requests.get(request_id)
+        if record is not None and record.scheduled is None:
             why = "the queue is full, and a more urgent request has taken its place"
-            self._end_between_steps(state, FinishReason.REPLACED, why)
+            self._end_between_steps(record, FinishReason.REPLACED, why)
 
     def _end_between_steps(
-        self, state: RequestState, reason: FinishReason, why: str | None = None
+        self, record: RequestRecord, reason: FinishReason, why: str | None = None
     ) -> None:
         try:
-            self._end(state, reason, self._ended, why)
+            self.end(record, reason, self._undelivered, why)
         except Exception as error:
-            self._start_over(error, self._ended, guilty=None)
-            self._end(state, reason, self._ended, why)
+            start_over(self, error, self._undelivered)
+            self.end(record, reason, self._undelivered, why)
 
     def pause(self, request_id: str) -> None:
         """Keep a request from generating more until `resume`; its blocks go to others meanwhile.
-        What it generates stays the same. No-op if unknown.
+        Its output does not change. Do nothing if it is unknown.
         """
-        if (state := self._requests.get(request_id)) is not None:
-            self.scheduler.pause(state)
-            state.record.pauses += 1
+        if (record := self.requests.get(request_id)) is not None:
+            self.scheduler.pause(record)
+            record.pauses += 1
 
     def resume(self, request_id: str) -> None:
-        """It goes on from where it was. No-op if unknown."""
-        if (state := self._requests.get(request_id)) is None:
+        """Let a paused request go on. Do nothing if it is unknown."""
+        if (record := self.requests.get(request_id)) is None:
             return
         try:
-            self.scheduler.resume(state, self.clock.now())
+            self.scheduler.resume(record, self.clock.now())
         except Exception as error:
-            self._start_over(error, self._ended, guilty=None)
+            start_over(self, error, self._undelivered)
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to run or to deliver."""
-        return bool(self._ended or self.scheduler.has_work())
+        """Return whether `step` has anything to run or to deliver."""
+        return bool(self._undelivered or self.scheduler.has_work())
 
     # The loop
 
     def step(self) -> list[Delta]:
-        """Run one step and return what it produced, in batch order. Never raises for a request's
-        fault: a failed request's last Delta has finish_reason ERROR and the record its message.
+        """Run one step and return what it produced, in batch order. A failing request raises
+        nothing: its last Delta has finish_reason ERROR and the record its message.
         """
-        deltas, self._ended = self._ended, []
-        self._alone = None
+        deltas, self._undelivered = self._undelivered, []
+        self.culprit = None
         try:
             self._step(deltas)
-            self._alone = None  # of what fails from here on, nobody is guilty
-            self._let_go()
+            self.culprit = None  # from here on, no request makes anything fail
+            self._release()
         except Exception as error:
-            self._start_over(error, deltas, guilty=self._alone)
+            start_over(self, error, deltas, self.culprit)
+        self.scheduler.kv.events.deliver()
         return deltas
 
-    def _let_go(self) -> None:
-        """Of who has ended nothing is left once nobody refers to it. A state and its sequences
-        refer to each other, and the collector may be long in coming.
-        """
-        for state in self._gone:
-            state.sequences.clear()
-        self._gone.clear()
-
-    def _drop(self, state: RequestState) -> None:
-        """The request has ended. Until the step ends, it may still refer to it."""
-        self._gone.append(self._requests.pop(state.request.request_id))
-
     def _step(self, deltas: list[Delta]) -> None:
-        started, starts = self.clock.now(), self._starts
-        if self.pace is not None:
-            self.pace.settle(started)
-        for state, why in self.scheduler.shedding.due(started):
-            self._end(state, FinishReason.SHED, deltas, why)
-        self._alone = alone = self.scheduler.alone
-        scheduled = self.scheduler.schedule(started, self.speculator, self.pace)
-        tiers, copying = self.scheduler.kv.tiers, 0.0
-        if tiers is not None:
-            before = self.clock.now()
-            self._alone = None  # what cannot be copied is nobody's fault
-            tiers.transfer()
-            self._alone = alone
-            copying = self.clock.now() - before
+        clock, scheduler, speculator = self.clock, self.scheduler, self.speculator
+        started, num_starts = clock.now(), self.num_starts
+        step_times = self.step_times if self.step_times.predicts_steps else None
+        if step_times is not None:
+            step_times.on_begin(started)
+
+        # Schedule
+        for record, why in scheduler.shedding.due(started):
+            self.end(record, FinishReason.SHED, deltas, why)
+        self.culprit = isolated = scheduler.isolated
+        scheduled = scheduler.schedule(started, speculator, step_times)
+        connectors, copying = scheduler.kv.connectors, 0.0
+        if connectors is not None:
+            before = clock.now()
+            self.culprit = None  # no request makes copying fail
+            connectors.transfer()
+            self.culprit = isolated
+            copying = clock.now() - before
         if scheduled is None:
-            # Nothing is computed where something is being loaded, either.
-            reading = None if self.scheduler.prefilling else self.scheduler.kv.reading
-            if self.scheduler.waiting.fetching and reading is not None:
-                reading.wait(_FETCHING_WAIT)
+            # There is nothing to compute while a prompt's blocks are being loaded, either.
+            prefetcher = None if scheduler.prefilling else scheduler.kv.prefetcher
+            if scheduler.waiting.fetching and prefetcher is not None:
+                prefetcher.wait(_FETCHING_WAIT)
             return
-        if scheduled.drafts is not None and self.speculator is not None:
-            scheduled.probabilities = self.speculator.probabilities(scheduled.decodes)
-        ready = self.clock.now()
+        if scheduled.drafts is not None and speculator is not None:
+            scheduled.probabilities = speculator.probabilities(scheduled.decodes)
+        ready = clock.now()
+
+        # Execute and sample
         try:
             result = self.executor.execute(scheduled.batch)
-            computed = self.clock.now()
+            computed = clock.now()
             states = [seq.output.sampler for seq in scheduled.samples]
-            rejection = self.speculator is not None and self.speculator.rejection
+            rejection = speculator is not None and speculator.rejection
             drawn = draw(self.sampler, scheduled, states, result, rejection=rejection)
         except Exception as error:
-            logger.exception("a step of %d tokens failed", scheduled.batch.num_tokens)
-            self._recover(scheduled, error, deltas)
+            retry_alone(self, scheduled, error, deltas)
             return
-        if self._starts != starts:  # an abort meanwhile: what was scheduled is no more
-            self._rewind(scheduled.samples)
+        if self.num_starts != num_starts:  # after an abort meanwhile, nothing is scheduled any more
+            rewind(scheduled.samples)
             return
-        sampled = self.clock.now()
-        self.clock.advance(result.duration)
-        now = self.clock.now()
-        # Who learns what computing takes does not learn what copying took.
-        began = started + copying
+        sampled = clock.now()
+        clock.advance(result.duration)
+        now = clock.now()
+        began = started + copying  # step times are learned without copying
         step = Step(scheduled, result, drawn, began, now)
         for observer in self.observers:
             try:
                 observer.on_step(step)
             except Exception:
-                self._accuse(observer)
-        failures = [(scheduled.samples[index], why) for index, why in drawn.errors.items()]
+                self._log_once(observer)
+
+        # Commit and deliver
+        for index, why in drawn.errors.items():
+            self.end(scheduled.samples[index].owner, FinishReason.ERROR, deltas, why)
         for span, score in drawn.scores.items():
             if isinstance(score, str):
-                failures.append((span.seq, score))
+                self.end(span.seq.owner, FinishReason.ERROR, deltas, score)
             else:
                 span.seq.output.prompt_logprobs += score
-        for seq, why in failures:
-            self._end(seq.owner, FinishReason.ERROR, deltas, why)
-        if self.speculator is not None:
-            self.speculator.learn(scheduled, result, drawn.runs, now - began)
-        self.scheduler.took(scheduled, now - began)
-        self.scheduler.commit(scheduled, drawn.runs)
+        if speculator is not None:
+            speculator.learn(scheduled, result, drawn.runs, now - began)
+        scheduler.on_step(scheduled, now - began)
+        scheduler.commit(scheduled, drawn.runs)
         self._deliver(scheduled, drawn, now, deltas)
-        self._alone = None
-        if tiers is not None:
-            tiers.after_step()
+        self.culprit = None
+        if connectors is not None:
+            connectors.after_step()
+        ended = clock.now()
         stats = self._stats
-        ended = self.clock.now()
         stats.schedule_seconds += ready - started
         stats.sample_seconds += sampled - computed
         stats.deliver_seconds += ended - now
-        stats.add_step(len(scheduled.decodes), scheduled.batch.num_tokens, ended - started)
-        if self.pace is not None:
+        stats.add_steps(len(scheduled.decodes), scheduled.batch.num_tokens, (ended - started,))
+        if step_times is not None:
             if scheduled.chunks and stats.itl_target is not None:
-                predicted = self.pace.predict(scheduled.batch)
-                stats.add_paced(ended - began, predicted, self.pace.spread)
-            self.pace.ran(scheduled.batch, began, None if self.has_work() else self.clock.now())
-
-    def leap(self, until: float) -> Leap | None:
-        """Take all steps at once that begin before ``until`` and of which is known before that the
-        same sequences will draw a token each and nothing else will happen (engine/leap.py). All is
-        then as if `step` had taken them, to the last digit, but that no Delta is made of them.
-
-        None if the next step may be another, and always where numbers are computed.
-        """
-        if self._text is not NoText or self.speculator is not None or self._ended:
-            return None
-        observers = [observer for observer in self.observers if takes_leaps(observer)]
-        if len(observers) < len(self.observers):
-            return None
-        taken = leap(self.executor, self.scheduler, self.sampler, self.clock, until)
-        if taken is not None:
-            self._stats.add_leap(len(taken.decodes), taken.seconds)
-            for observer in observers:
-                observer.on_leap(taken)
-        return taken
-
-    def _recover(self, scheduled: Scheduled, error: Exception, deltas: list[Delta]) -> None:
-        """After a failed step: its requests run again, each alone; one that fails alone ends."""
-        self._rewind(scheduled.sequences + scheduled.samples)
-        if not self.scheduler.retry_alone(scheduled):
-            for seq in scheduled.sequences:
-                self._end(seq.owner, FinishReason.ERROR, deltas, f"the step failed: {error}")
-
-    def _rewind(self, sequences: Items[Sequence]) -> None:
-        """What was drawn and not delivered was not drawn."""
-        for seq in sequences:
-            output: _Output = seq.output
-            output.sampler.rewind(output.sampler.num_generated - output.num_tokens)
-
-    def _start_over(
-        self, error: Exception, deltas: list[Delta], *, guilty: RequestState | None
-    ) -> None:
-        """After a failure outside of the step's computation, which may have left anything half
-        done (memory can run out anywhere): what was delivered counts and nothing else. The cache
-        is emptied and everything not delivered is computed again, by requests that run alone at
-        first, as after a failed step. Failed are those of which it is not certain what was
-        delivered, and the one that is ``guilty``, as it was alone in the step that failed.
-        """
-        logger.exception("the engine starts over", exc_info=error)
-        self._starts += 1
-        cut_off: dict[str, FinishReason] = {}
-        for request_id, state in self._requests.items():
-            for seq in state.sequences:
-                output: _Output = seq.output
-                if output.reason is not None:
-                    self._forget(seq)
-                    state.record.finish_reasons[seq.choice] = output.reason
-                    seq.status = Status.FINISHED
-                    if _OUTCOMES[output.reason] is not Outcome.FINISHED:
-                        cut_off[request_id] = output.reason
-                    continue
-                self._rewind([seq])
-                del seq.token_ids[state.num_prompt_tokens + output.num_tokens :]
-                self._forget(seq)
-                if output.prompt_logprobs is not None:
-                    seq.num_scored = len(output.prompt_logprobs) - 1
-                if output.num_pushed != output.num_tokens:
-                    cut_off.setdefault(request_id, FinishReason.ERROR)
-        self.scheduler.start_over(self._requests.values())
-        for request_id, state in [*self._requests.items()]:
-            if state.num_unfinished == 0:
-                if state.record.outcome is None:
-                    self._close(state.record, _OUTCOMES[_last_reason(state.record)])
-                self._drop(state)
-            elif state is guilty or request_id in cut_off:
-                reason = cut_off.get(request_id, FinishReason.ERROR)
-                why = f"the step failed: {error!r}" if reason is FinishReason.ERROR else None
-                self._end(state, reason, deltas, state.record.error or why)
+                predicted = step_times.predict(scheduled.batch)
+                stats.add_paced(ended - began, predicted, step_times.spread)
+            idle = None if self.has_work() else clock.now()
+            step_times.on_batch(scheduled.batch, began, idle)
 
     def _deliver(self, scheduled: Scheduled, drawn: Drawn, now: float, deltas: list[Delta]) -> None:
-        """One Delta for every run of tokens, cut where a stop ends it; who is done leaves."""
-        logprobs = drawn.logprobs
+        """Add a Delta for every run of tokens, cut where a stop ends it; end finished sequences."""
+        logprobs, drafts = drawn.logprobs, scheduled.drafts or ()
         generated = 0
         for index, (seq, run) in enumerate(zip(scheduled.samples, drawn.runs, strict=True)):
-            output: _Output = seq.output
-            if output.reason is not None:
+            record = seq.owner
+            if record.finish_reasons[seq.choice] is not None:
                 continue
-            owner = seq.owner
-            record = owner.record
+            output: SequenceOutput = seq.output
             reason: FinishReason | None = None
-            output.num_pushed += len(run)
+            output.in_doubt = True
             try:
                 text, count, finished, stop_reason = output.text.push(run)
                 num_tokens = output.num_tokens + count
                 if finished:
                     reason = FinishReason.STOP
-                elif num_tokens >= output.max_tokens:
+                elif num_tokens >= record.max_tokens:  # type: ignore[operator]
                     text += output.text.finish()
                     reason = FinishReason.LENGTH
             except Exception as error:
                 logger.exception("request %r: no text", record.request_id)
-                self._end(owner, FinishReason.ERROR, deltas, f"its tokens are no text: {error!r}")
+                self.end(record, FinishReason.ERROR, deltas, f"its tokens are no text: {error!r}")
                 continue
             beyond = len(run) - count
             if beyond:
                 run = run[:count]
-            last = reason is not None and owner.num_unfinished == 1
+            last = reason is not None and record.num_unfinished == 1
+            wants_logprobs = record.params.logprobs is not None
             deltas.append(
                 Delta(
-                    owner.request.request_id,
+                    record.request_id,
                     seq.choice,
                     text,
                     run,
-                    logprobs[index][:count] if output.wants_logprobs else None,  # type: ignore
+                    logprobs[index][:count] if wants_logprobs else None,  # type: ignore
                     reason,
                     stop_reason,
                     output.prompt_logprobs,
@@ -537,50 +429,62 @@ class Engine:
                     now,
                 )
             )
-            # Delivered: what fails from here on changes nothing of it.
-            output.num_tokens = output.num_pushed = num_tokens
+            # Delivered: a later failure changes nothing about it.
+            output.num_tokens, output.in_doubt = num_tokens, False
             output.prompt_logprobs = None
-            output.reason = reason
+            record.finish_reasons[seq.choice] = reason
             record.completion_tokens += count
             record.last_token = now
             if record.first_token is None:
                 record.first_token = now
             generated += count
-            if scheduled.drafts and index < len(scheduled.drafts) and scheduled.drafts[index]:
+            if index < len(drafts) and drafts[index]:
                 branches = scheduled.branches.get(index, ())
-                guesses = [scheduled.drafts[index], *(branch.token_ids for branch in branches)]
+                guesses = [drafts[index], *(branch.token_ids for branch in branches)]
                 self._stats.add_draft(record, guesses, run)
             if reason is not None:
-                self._leave(seq, beyond)
+                if self.speculator is not None:
+                    self.speculator.end(seq, beyond)
                 self.scheduler.finish(seq, reason)
                 if last:
-                    self._close(record, Outcome.FINISHED, now)
-                    self._drop(owner)
+                    self.close_record(record, Outcome.FINISHED, now)
+                    self.drop(record)
         self._stats.generation_tokens += generated
 
-    def _leave(self, seq: Sequence, beyond: int = 0) -> None:
-        """The sequence has ended, before the last ``beyond`` of its tokens: no more drafts."""
-        if self.speculator is not None:
-            self.speculator.end(seq, beyond)
+    def leap(self, until: float) -> Leap | None:
+        """Take all steps at once that begin before ``until`` if it is known beforehand that the
+        same sequences will draw a token each and nothing else will happen (engine/leap.py). The
+        result is as if `step` had taken them, to the last digit, except that no Delta is made.
 
-    def _forget(self, seq: Sequence) -> None:
-        """The sequence has not ended, but nothing of it is computed any more."""
-        if self.speculator is not None:
-            self.speculator.forget(seq)
+        Return None if the next step may be different, and always if numbers are computed.
+        """
+        if self._has_text or self.speculator is not None or self._undelivered:
+            return None
+        if not all(foresees(observer, "on_leap", "on_step") for observer in self.observers):
+            return None
+        taken = leap(self.executor, self.scheduler, self.sampler, self.clock, until)
+        if taken is not None:
+            decodes = len(taken.decodes)
+            self._stats.add_steps(decodes, decodes, taken.seconds)
+            self._stats.generation_tokens += decodes * taken.steps
+            for observer in self.observers:
+                observer.on_leap(taken)  # type: ignore[attr-defined]
+        return taken
 
-    def _end(
+    # The end of a request
+
+    def end(
         self,
-        state: RequestState,
+        record: RequestRecord,
         reason: FinishReason,
         deltas: list[Delta],
         error: str | None = None,
     ) -> None:
         """End what is left of a request, with a last delta for each unfinished sequence."""
-        record = state.record
         if record.outcome is not None:
             return
         record.error = error
-        unfinished = [seq for seq in state.sequences if seq.output.reason is None]
+        unfinished = [seq for seq in record.sequences if record.finish_reasons[seq.choice] is None]
         for seq in unfinished:
             deltas.append(
                 Delta(
@@ -592,27 +496,30 @@ class Engine:
                     record=record if seq is unfinished[-1] else None,
                 )
             )
-            seq.output.reason = reason
-        self.scheduler.end(state, reason)
-        for seq in unfinished:
-            self._leave(seq)
-        self._close(record, _OUTCOMES[reason])
-        self._drop(state)
+            record.finish_reasons[seq.choice] = reason
+        self.scheduler.end(record, reason)
+        if self.speculator is not None:
+            for seq in unfinished:
+                self.speculator.end(seq)
+        self.close_record(record, OUTCOMES[reason])
+        self.drop(record)
 
     def _held_back(self, seq: Sequence) -> str:
-        """The text that had waited for more, unless there is none to be had."""
-        output: _Output = seq.output
-        if output.num_pushed != output.num_tokens:
-            return ""  # it contains what was not delivered
-        output.num_pushed = -1  # until it is delivered, it is in doubt
+        """Return the text that was held back; "" if it may contain what was not delivered."""
+        output: SequenceOutput = seq.output
+        if output.in_doubt:
+            return ""
+        output.in_doubt = True  # until it is delivered
         try:
             return output.text.finish()
         except Exception:
-            logger.exception("request %r: no text", seq.owner.record.request_id)
+            logger.exception("request %r: no text", seq.owner.request_id)
             return ""
 
-    def _close(self, record: RequestRecord, outcome: Outcome, now: float | None = None) -> None:
-        """The request's one outcome."""
+    def close_record(
+        self, record: RequestRecord, outcome: Outcome, now: float | None = None
+    ) -> None:
+        """Set a request's one outcome."""
         if record.outcome is not None:
             raise RuntimeError(f"request {record.request_id!r} ended twice")
         record.finished = self.clock.now() if now is None else now
@@ -621,68 +528,80 @@ class Engine:
             try:
                 observer.on_end(record)
             except Exception:
-                self._accuse(observer)
+                self._log_once(observer)
 
-    def _accuse(self, observer: Observer) -> None:
-        """Log what an observer has just raised, once: it may do so at every step."""
-        if id(observer) not in self._accused:
-            self._accused.add(id(observer))
+    def _log_once(self, observer: Observer) -> None:
+        """Log what an observer has just raised, the first time: it may raise at every step."""
+        if id(observer) not in self._logged:
+            self._logged.add(id(observer))
             logger.exception("%r must not raise; it is told of what comes", observer)
 
-    def give_up(self, error: str) -> None:
-        """Nothing will run any more, whatever state it is in: everybody's one outcome."""
-        for state in self._requests.values():
-            if state.record.outcome is None:
-                state.record.error = error
-                self._close(state.record, Outcome.FAILED)
-        self._requests.clear()
+    def drop(self, record: RequestRecord) -> None:
+        """Forget a request that has ended. Until the step ends, it may still be referred to."""
+        self._ended.append(self.requests.pop(record.request_id))
+
+    def _release(self) -> None:
+        """Break the reference cycles of requests that have ended, so that they are freed at once
+        and not when the garbage collector comes.
+        """
+        for record in self._ended:
+            record.sequences.clear()
+        self._ended.clear()
+
+    def fail_all(self, error: str) -> None:
+        """End all requests, whatever state the engine is in: nothing will run any more."""
+        for record in self.requests.values():
+            if record.outcome is None:
+                record.error = error
+                self.close_record(record, Outcome.FAILED)
+        self.requests.clear()
         self.scheduler.waiting.clear()
 
-    # What is going on
+    # State
 
     @property
     def num_requests(self) -> int:
-        """Those that have been admitted and have not ended."""
-        return len(self._requests)
+        """How many requests have been admitted and have not ended."""
+        return len(self.requests)
 
     @property
     def step_seconds(self) -> float:
-        """Of all steps that have been delivered."""
+        """The seconds of all steps that have been delivered."""
         return self._stats.step_seconds
 
     def stats(self) -> EngineStats:
         return self._stats.now(self.scheduler, self.speculator)
 
     def check_integrity(self) -> None:
-        """Free + referenced blocks = all blocks, references equal the tables, every request is
-        somewhere; `RuntimeError` otherwise. Nearly free when the engine is idle.
+        """Raise `RuntimeError` unless free + referenced blocks = all blocks, references equal the
+        tables, and every request is somewhere. Nearly free when the engine is idle.
         """
         if self.speculator is not None:
             self.speculator.check_integrity()
-        if not self._requests:
+        if not self.requests:
             self.scheduler.check_idle()
             return
         self.scheduler.check_integrity()
 
     def close(self) -> None:
         """End every request and give the executor's memory back."""
-        for state in list(self._requests.values()):
-            self._end(state, FinishReason.ABORT, self._ended)
-        self._let_go()
+        for record in list(self.requests.values()):
+            self.end(record, FinishReason.ABORT, self._undelivered)
+        self._release()
         if self.speculator is not None:
             self.speculator.close()
         self.flush()
-        if (tiers := self.scheduler.kv.tiers) is not None:
-            tiers.close()
+        if (connectors := self.scheduler.kv.connectors) is not None:
+            connectors.shutdown()
         self.executor.close()
-        gc.unfreeze()  # what was loaded (engine/load.py) circles, and may be collected now
+        gc.unfreeze()  # what was loaded (engine/load.py) has cycles, and may be collected now
 
     def flush(self) -> None:
-        """Write what is cached to the tier on disk, if there is one; it takes a few seconds at
+        """Save what is cached to connectors that outlive the process; it takes a few seconds at
         most.
         """
-        if (tiers := self.scheduler.kv.tiers) is not None:
+        if (connectors := self.scheduler.kv.connectors) is not None:
             try:
-                tiers.flush(self.scheduler.kv.index)
+                connectors.flush(self.scheduler.kv.index)
             except Exception:
                 logger.exception("the prefix cache could not be written")

@@ -1,22 +1,27 @@
-"""Many steps at once, for simulations: where it is known beforehand what each of them will do.
+"""Take many steps at once in a simulation, where it is known beforehand what each will do.
 
-Who computes nothing can say what would come: an executor the seconds of the steps, a sampler the
-tokens, an observer that a summary will do. They say so by methods of their own (`ForeseenSteps`,
-`ForeseenDraws`, `LeapObserver`), and a subclass does not inherit the promise: it may have
-overridden what was promised of, to fail at the n-th step, say. It leaps again when it defines the
-method, too.
+Parts that compute nothing can foresee it, by methods of their own:
+
+- the executor, how long steps will take: ``decode_seconds(positions)`` iterates without an end over
+  the durations that `Executor.execute` would give for successive steps in which sequences, at first
+  at ``positions`` [sequences], decode a token each;
+- the sampler, which tokens it will draw: ``draws_to_go(state)`` is how many of the state's next
+  draws certainly do not end its sequence, and ``sample_ahead(states, count)`` makes ``count`` draws
+  of `Sampler.sample` for each of them, at most so many: [states, count];
+- an observer: ``on_leap(leap)`` is called after the steps, in place of `Observer.on_step`.
+
+A subclass does not inherit the promise, because it may override what is foreseen (to fail at the
+n-th step, say). It leaps again when it defines the method, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple
 
 from octavo.engine.clock import Clock, VirtualClock
-from octavo.executor.base import Int32
 from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.sequence import Sequence as Seq
+from octavo.scheduler.sequence import Sequence
 
 
 class Leap(NamedTuple):
@@ -24,7 +29,7 @@ class Leap(NamedTuple):
     happened.
     """
 
-    decodes: list[Seq]
+    decodes: list[Sequence]
     times: list[float]  # clock seconds when the first began and when each ended
 
     @property
@@ -33,75 +38,35 @@ class Leap(NamedTuple):
 
     @property
     def seconds(self) -> list[float]:
-        """Of each step."""
+        """The seconds of each step."""
         return [ended - started for started, ended in pairwise(self.times)]
 
 
-class ForeseenSteps(Protocol):
-    """An executor without numbers."""
-
-    def decode_seconds(self, positions: Int32) -> Iterator[float]:
-        """The durations that `Executor.execute` would give for successive steps in which
-        sequences, at first at ``positions`` [sequences], decode a token each; without an end.
-        """
-        ...
-
-
-class ForeseenDraws(Protocol):
-    """A sampler without logits."""
-
-    def draws_to_go(self, state: Any) -> int:
-        """How many of the state's next draws certainly do not end its sequence."""
-        ...
-
-    def sample_ahead(self, states: Sequence[Any], count: int) -> Int32:
-        """[states, count]: what ``count`` times `Sampler.sample` would draw, at most `draws_to_go`;
-        the states have then drawn it.
-        """
-        ...
-
-
-class LeapObserver(Protocol):
-    """An observer that does not need to see every step for itself."""
-
-    def on_leap(self, leap: Leap) -> None:
-        """Told in place of `Observer.on_step`, after the steps."""
-        ...
-
-
-def _promises(of: object, method: str, about: str) -> bool:
-    """Whether the class itself defines the method, and nobody has put another ``about`` over the
-    class's.
+def foresees(part: object, method: str, foreseen: str) -> bool:
+    """Return whether the part's own class defines ``method``, and no attribute of the part replaces
+    the method that is ``foreseen``.
     """
-    return method in vars(type(of)) and about not in getattr(of, "__dict__", ())
-
-
-def _foresees_steps(executor: object) -> TypeGuard[ForeseenSteps]:
-    return _promises(executor, "decode_seconds", "execute")
-
-
-def _foresees_draws(sampler: object) -> TypeGuard[ForeseenDraws]:
-    return _promises(sampler, "sample_ahead", "sample")
-
-
-def takes_leaps(observer: object) -> TypeGuard[LeapObserver]:
-    return _promises(observer, "on_leap", "on_step")
+    return method in vars(type(part)) and foreseen not in getattr(part, "__dict__", ())
 
 
 def leap(
-    executor: object, scheduler: Scheduler, sampler: object, clock: Clock, until: float
+    executor: Any, scheduler: Scheduler, sampler: Any, clock: Clock, until: float
 ) -> Leap | None:
     """Take the steps that begin before ``until`` and in which the same sequences will draw a token
     each and nothing else will happen (`Scheduler.steady_steps`): scheduler, sampler, clock and
-    records are then as if each had been taken. None, and nothing is changed, if the next step may
-    be another, and always where the time is real.
+    records are then as if each had been taken. Return None, with nothing changed, if the next step
+    may be different, and always if the clock is real.
     """
-    if not (_foresees_steps(executor) and _foresees_draws(sampler) and type(clock) is VirtualClock):
+    if not (
+        foresees(executor, "decode_seconds", "execute")
+        and foresees(sampler, "sample_ahead", "sample")
+        and type(clock) is VirtualClock
+    ):
         return None
     limit = scheduler.steady_steps()
-    if not limit or any(seq.output.wants_logprobs for seq in scheduler.decoding):
-        return None
     decodes = scheduler.decoding[:]
+    if not limit or any(seq.owner.params.logprobs is not None for seq in decodes):
+        return None
     states = [seq.output.sampler for seq in decodes]
     limit = min(limit, *map(sampler.draws_to_go, states))
     now = clock.now()
@@ -119,7 +84,7 @@ def leap(
     scheduler.leap(sampler.sample_ahead(states, steps))
     for seq in decodes:
         seq.output.num_tokens += steps
-        record = seq.owner.record
+        record = seq.owner
         record.completion_tokens += steps
         record.last_token = ended
     return taken

@@ -12,10 +12,9 @@ import octavo.loader
 from octavo.engine.cache_plan import longest_draft, longest_length, plan_cache
 from octavo.engine.clock import RealClock
 from octavo.engine.config import EngineConfig, SettingsError
-from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
-from octavo.engine.offload import check_disk, make_tiers
-from octavo.engine.pace import Pace, guessed
+from octavo.engine.offload import check_disk, make_connectors
+from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.build import build_executor, capabilities, weight_bytes
 from octavo.kv_cache.layout import KvDtype
 from octavo.loader import pull
@@ -114,15 +113,15 @@ class LoadedEngine:
         )
 
     def _offload(self) -> Iterator[str]:
-        tiers = self.engine.scheduler.kv.tiers
-        if tiers is None:
+        connectors = self.engine.scheduler.kv.connectors
+        if connectors is None:
             return
-        stats = tiers.stats()
-        line = f"kv offload: {as_size(stats.host_capacity)} of host memory"
-        if tiers.disk is not None:
+        memory, *others = connectors.stats().values()
+        line = f"kv offload: {as_size(memory.capacity_bytes)} of host memory"
+        for stats in others:
             line += (
-                f", {as_size(stats.disk_capacity)} in {self.config.kv_offload_dir}, which holds "
-                f"{stats.disk_blocks} blocks of this model ({as_size(stats.disk_bytes)} in all)"
+                f", {as_size(stats.capacity_bytes)} in {self.config.kv_offload_dir}, which holds "
+                f"{stats.blocks} blocks of this model ({as_size(stats.used_bytes)} in all)"
             )
         yield line
 
@@ -240,13 +239,13 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         digest=config.kv_offload_dir is not None,
         rates=guessed(config.threads or usable_cpus()[0]),
     )
-    pace: Pace | None = None
+    pace: StepTimePredictor | None = None
     if config.itl_target is not None or config.kv_offload_bytes:
-        pace = Pace(executor.costs, guessed(executor.threads), measured=False)
+        pace = StepTimePredictor(executor.costs, guessed(executor.threads), measured=False)
     if config.kv_offload_bytes:
         assert pace is not None
         try:
-            tiers = make_tiers(
+            connectors = make_connectors(
                 executor,
                 pace,
                 compute,
@@ -259,7 +258,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         except BaseException:
             executor.close()
             raise
-        scheduler.kv.extend(tiers)
+        scheduler.kv.attach(connectors)
     sampler = executor.new_sampler(checkpoint.config.vocab_size)
     if speculation is not None and speculation.computes:
         try:
@@ -294,11 +293,11 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         RealClock(),
         vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
-        text=lambda params, ending_ids: IncrementalDetokenizer(tokenizer, params, ending_ids),
+        tokenizer=tokenizer,
         max_logprobs=config.max_logprobs,
         seed=config.seed,
         speculator=speculator,
-        pace=pace,
+        step_times=pace,
     )
     # What was loaded stays: the collector need not walk it between steps. Garbage would stay, too.
     gc.collect()

@@ -1,26 +1,25 @@
-"""The tiers of a loaded engine's prefix cache: how large they are, and what their blocks are named
-by.
-"""
+"""The KV connectors of a loaded engine: their sizes, and the digest that names their blocks."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import shutil
+import time
 from dataclasses import fields, is_dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import octavo
-from octavo.engine.pace import Pace
-from octavo.engine.recompute import Recomputing
+from octavo.engine.recompute import RecomputeCost
+from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.base import Executor
-from octavo.kv_cache.disk import HEADER_BYTES, Disk
-from octavo.kv_cache.folders import check_folder
-from octavo.kv_cache.host_memory import HostMemory
-from octavo.kv_cache.tiers import Tiers
-from octavo.kv_cache.worker import ThreadWorker
+from octavo.kv_cache.connectors.base import KvConnector
+from octavo.kv_cache.connectors.disk import FORMAT, HEADER_BYTES, Disk
+from octavo.kv_cache.connectors.folders import check_folder
+from octavo.kv_cache.connectors.host import HostMemory
+from octavo.kv_cache.connectors.manager import ConnectorManager
+from octavo.kv_cache.transfer_cost import TransferCost
 from octavo.loader.base import Tokenizer
 from octavo.loader.tokenizer import BpeTokenizer
 from octavo.machine.memory import as_size
@@ -28,24 +27,17 @@ from octavo.models.program import Program
 
 logger = logging.getLogger(__name__)
 
-STAGING_BYTES = 256 << 20  # that a disk is read into, where no host memory is asked for
-_MOST_DISK = 16 << 30  # bytes, where no budget is given; and at most half of what there is room for
+STAGING_BYTES = 256 << 20  # host memory that a disk is read into, unless a size is given
+_MOST_DISK = 16 << 30  # bytes, unless a budget is given; and at most half of the free space
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
-_NUMBERS = (
-    "executor",
-    "kv_cache",
-    "loader",
-    "machine",
-    "models",
-)  # rooms that decide what a block holds
 
 
 class Refused(ValueError):
-    """A setting of the tiers that this machine cannot honour."""
+    """A setting that this machine cannot fulfil."""
 
 
 def check_disk(folder: str) -> None:
-    """That the folder is there, or can be made, and can be written to. Raises `Refused`."""
+    """Raise `Refused` unless the folder exists or can be made, and can be written to."""
     if not folder:
         raise Refused("kv_offload_dir is empty")
     try:
@@ -60,9 +52,9 @@ def _refused(folder: str, error: OSError) -> Refused:
     return Refused(f"kv_offload_dir {folder}: may not be written: {reason}")
 
 
-def make_tiers(
+def make_connectors(
     executor: Executor,
-    pace: Pace,
+    pace: StepTimePredictor,
     program: Program,
     tokenizer: Tokenizer,
     *,
@@ -70,9 +62,10 @@ def make_tiers(
     host_bytes: int,
     folder: str | None,
     disk_bytes: int | None,
-) -> Tiers:
-    """``executor`` has the digest of its weights if there is a ``folder``. ``pace`` learns from its
-    steps. Raises `Refused`.
+) -> ConnectorManager:
+    """Return an engine's connectors: host memory, and a disk if there is a ``folder``. Then
+    ``executor`` must have the digest of its weights. ``pace`` learns from its steps. Raise
+    `Refused`.
     """
     layout = executor.layout
     slots = host_bytes // layout.block_bytes
@@ -80,42 +73,40 @@ def make_tiers(
         raise Refused(
             f"kv_offload_memory {host_bytes} is less than a block of {layout.block_bytes} bytes"
         )
-    memory = HostMemory(slots, layout.block_bytes)
-    disk = reader = writer = None
-    name = b"of this process only"
+    others: list[KvConnector] = []
+    digest = b"of this process only"
     if folder is not None:
-        name = engine_digest(executor, program, tokenizer, quantization)
+        digest = engine_digest(executor, program, tokenizer, quantization)
         check_disk(folder)
         if disk_bytes is not None and disk_bytes < layout.block_bytes:
             raise Refused(
                 f"kv_offload_disk {disk_bytes} is less than a block of {layout.block_bytes} bytes"
             )
-        disk = _disk(folder, name, layout.block_bytes, disk_bytes)
-    if disk is not None:
-        reader = ThreadWorker("octavo-kv-read")
-        writer = ThreadWorker("octavo-kv-write", patient=True)
-    return Tiers(
-        name,
-        memory,
-        disk,
-        reader=reader,
-        writer=writer,
-        tokens_per_block=layout.block_size / len(layout.groups),
-        computing=Recomputing(pace, executor.max_tokens),
+        disk = _disk(folder, digest, layout.block_bytes, disk_bytes)
+        others += [] if disk is None else [disk]
+    cost = TransferCost(
+        layout.block_bytes,
+        layout.block_size / len(layout.groups),
+        RecomputeCost(pace, executor.max_tokens).seconds,
+        executor.max_tokens,
+        time.perf_counter,
     )
+    return ConnectorManager(digest, HostMemory(slots, layout.block_bytes), others, cost=cost)
 
 
-def _disk(folder: str, name: bytes, block_bytes: int, budget: int | None) -> Disk | None:
-    """The tier in ``folder``; None if the disk has no room for its folders. Raises `Refused`."""
+def _disk(folder: str, engine: bytes, block_bytes: int, budget: int | None) -> Disk | None:
+    """Return the connector for ``folder``; None if the disk has no space for its folders. Raise
+    `Refused`.
+    """
     try:
-        disk = Disk(Path(folder), name, block_bytes, budget or 0)
+        disk = Disk(Path(folder), engine, block_bytes, budget or 0)
     except OSError as error:
         if error.errno not in _FULL:
             raise _refused(folder, error) from None
         logger.warning("kv offload: %s: %s: nothing is kept there", folder, error.strerror)
         return None
     if budget is None:
-        # What the folder holds makes room when it goes: at each start the budget is the same.
+        # Its own files count as free space, so that the budget is the same at each start.
         free = shutil.disk_usage(folder).free
         disk.limit(min(_MOST_DISK, (free + disk.used) // 2))
         if disk.budget < HEADER_BYTES + block_bytes:
@@ -131,17 +122,20 @@ def _disk(folder: str, name: bytes, block_bytes: int, budget: int | None) -> Dis
 def engine_digest(
     executor: Executor, program: Program, tokenizer: Tokenizer, quantization: str | None
 ) -> bytes:
-    """Of everything that decides what a block holds beside its tokens: weights as they were loaded,
-    the computation, the cache's layout, kernels and the code around them, and the instruction set;
-    and of what the tokens mean.
+    """Return the digest of what the bytes of a block mean, besides its tokens: weights as loaded,
+    the computation, layout and number format of the cache, the executor, its instruction-set tier
+    and the version of its numerics, the format of files; and of what the tokens mean.
+
+    It does not depend on source code: with a new release, blocks stay usable unless
+    `Capabilities.numerics` was raised.
     """
     layout, able = executor.layout, executor.capabilities
     digest = sha256()
     for part in (
         executor.digest,
-        canonical((program.config, program.ops, layout, able, quantization)).encode(),
+        canonical((program.config, program.ops, layout, quantization)).encode(),
         _tokenizer_digest(tokenizer),
-        build_digest(),
+        f"{FORMAT}, {able.name}, {able.tier}, numerics {able.numerics}".encode(),
     ):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
@@ -149,8 +143,8 @@ def engine_digest(
 
 
 def canonical(value: Any) -> str:
-    """What `repr` says, with every field of a dataclass, and sets in order: that of strings is
-    another in each process.
+    """Return `repr` with every field of a dataclass and with sets sorted: the order of a set of
+    strings differs between processes.
     """
     match value:
         case set() | frozenset():
@@ -161,20 +155,6 @@ def canonical(value: Any) -> str:
         named = (f"{each.name}={canonical(getattr(value, each.name))}" for each in fields(value))
         return f"{type(value).__name__}({', '.join(named)})"
     return repr(value)
-
-
-def build_digest() -> bytes:
-    """Of the compiled kernels and of the code that tells them what to do."""
-    package = Path(octavo.__file__).parent
-    files = [*package.glob("_native*")]
-    for room in _NUMBERS:
-        files += (package / room).rglob("*.py")
-    digest = sha256(octavo.__version__.encode())
-    for file in sorted(files):
-        content = file.read_bytes()
-        digest.update(f"{file.name} {len(content)} ".encode())
-        digest.update(content)
-    return digest.digest()
 
 
 def _tokenizer_digest(tokenizer: Tokenizer) -> bytes:

@@ -1,9 +1,12 @@
-"""What the engine delivers, step by step."""
+"""What the engine delivers, step by step, and what it keeps of a sequence to make it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from octavo.engine.detokenize import IncrementalDetokenizer
+from octavo.sampling.sampler import SamplerState
 from octavo.sampling.sampler import TokenLogprobs as TokenLogprobs
 from octavo.scheduler.request import FinishReason, RequestRecord
 
@@ -28,3 +31,14 @@ class Delta(NamedTuple):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     record: RequestRecord | None = None
     at: float = 0.0
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """What the engine keeps of a sequence (`Sequence.output`)."""
+
+    sampler: SamplerState
+    text: IncrementalDetokenizer
+    num_tokens: int = 0  # delivered
+    in_doubt: bool = False  # ``text`` has seen tokens that may not have been delivered
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # until the first delta takes it

@@ -1,35 +1,37 @@
-"""What computing a part of a prompt would take: what loading it from another tier must beat."""
+"""How long computing a part of a prompt would take: loading it must take less."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from octavo.engine.pace import Pace
+from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.base import Batch
 
 
-class Recomputing:
-    """What `Pace` predicts for steps of nothing else, less what it may be off by, so that nothing
-    is loaded that would be computed in less. Is the tiers' `Computing`.
+class RecomputeCost:
+    """What `StepTimePredictor` predicts for steps with nothing else, times its margin of error, so
+    that nothing is loaded that would be computed in less time.
     """
 
-    def __init__(self, pace: Pace, max_tokens: int) -> None:
+    def __init__(self, pace: StepTimePredictor, max_tokens: int) -> None:
         """``max_tokens``: of a step."""
         self._pace = pace
         self._max_tokens = max_tokens
-        self._per_token = 0.0
-        self._learned = -1  # steps, when that was reckoned
-
-    @property
-    def per_token(self) -> float:
-        """Seconds, in the longest step."""
-        if self._learned != self._pace.learned:  # asked for every block that is overwritten
-            self._learned = self._pace.learned
-            self._per_token = self.seconds(0, self._max_tokens) / self._max_tokens
-        return self._per_token
+        self._full_step = 0.0
+        self._learned = -1  # steps that ``pace`` had learned from when that was predicted
 
     def seconds(self, start: int, tokens: int) -> float:
-        """Of so many tokens of a prompt from position ``start`` on, in steps of their own."""
+        """Return the seconds for ``tokens`` of a prompt from position ``start`` on, in steps of
+        their own.
+        """
+        if start or tokens != self._max_tokens:
+            return self._predict(start, tokens)
+        if self._learned != self._pace.learned:  # asked for every block that is overwritten
+            self._learned = self._pace.learned
+            self._full_step = self._predict(start, tokens)
+        return self._full_step
+
+    def _predict(self, start: int, tokens: int) -> float:
         total = 0.0
         for first in range(start, start + tokens, self._max_tokens):
             size = min(self._max_tokens, start + tokens - first)
@@ -38,7 +40,7 @@ class Recomputing:
 
 
 def _chunk(start: int, size: int) -> Batch:
-    """A step with a part of one prompt."""
+    """Return a step with a part of one prompt."""
     none = np.empty(0, np.int32)
     return Batch(
         token_ids=np.zeros(size, np.int32),

@@ -17,7 +17,6 @@ from octavo.scheduler.sequence import Status
 if TYPE_CHECKING:  # who reads a snapshot elsewhere needs no engine
     from octavo.engine.engine import Engine
     from octavo.scheduler.request import RequestRecord
-    from octavo.scheduler.sequence import RequestState
 
 State = Literal["waiting", "prefill", "decode", "paused"]
 
@@ -82,8 +81,7 @@ def snapshot(engine: Engine, limit: int) -> EngineSnapshot:
     """At most ``limit`` requests are listed. For the engine's thread, between steps."""
     scheduler, stats = engine.scheduler, engine.stats()
     pool, now = scheduler.kv.pool, engine.clock.now()
-    states = _states(engine)
-    listed = [_request(engine, state, now) for state in islice(states, limit)]
+    listed = [_request(engine, record, now) for record in islice(_records(engine), limit)]
     return EngineSnapshot(
         time=now,
         running=stats.running,
@@ -109,31 +107,31 @@ def snapshot(engine: Engine, limit: int) -> EngineSnapshot:
     )
 
 
-def _states(engine: Engine) -> Iterator[RequestState]:
+def _records(engine: Engine) -> Iterator[RequestRecord]:
     """Each request once, those that run first."""
     scheduler = engine.scheduler
     seen: set[int] = set()
     waiting = chain(scheduler.policy.in_turn(), scheduler.waiting.fetching)
-    for seq in chain(scheduler.decoding, scheduler.prefilling, waiting, scheduler.held):
+    for seq in chain(scheduler.decoding, scheduler.prefilling, waiting, scheduler.paused):
         if id(seq.owner) not in seen:
             seen.add(id(seq.owner))
             yield seq.owner
 
 
-def _request(engine: Engine, state: RequestState, now: float) -> RequestSnapshot:
-    record, kv = state.record, engine.scheduler.kv
+def _request(engine: Engine, record: RequestRecord, now: float) -> RequestSnapshot:
+    kv = engine.scheduler.kv
     stands = standing(record, now)
     shown: State = "waiting"
     done = 0
-    for seq in state.sequences:
+    for seq in record.sequences:
         if seq.status is Status.DECODING:
             shown, done = "decode", record.prompt_tokens
             break
-        if seq.status is Status.HELD:
+        if seq.status is Status.PAUSED:
             shown, done = "paused", record.prompt_tokens
         if seq.status is Status.PREFILLING:
             shown, done = "prefill", 0
-            if not kv.loading.num_blocks(seq.slot):
+            if not kv.num_to_load(seq.slot):
                 done = int(kv.num_tokens[seq.slot])
     return RequestSnapshot(
         id=record.request_id,
@@ -145,7 +143,7 @@ def _request(engine: Engine, state: RequestState, now: float) -> RequestSnapshot
         prompt_tokens_done=min(done, record.prompt_tokens),
         cached_tokens=record.cached_tokens,
         output_tokens=record.completion_tokens,
-        max_tokens=state.max_tokens,
+        max_tokens=record.max_tokens or 0,
         age=now - record.arrival,
         queue_time=_since(record.arrival, record.scheduled),
         ttft=_since(record.arrival, record.first_token),

@@ -1,11 +1,11 @@
-"""What an engine is doing and has done, in figures."""
+"""Figures about an engine: what it is doing, and what it has done since the start."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from octavo.kv_cache.tiers import TierStats
+from octavo.kv_cache.connectors.base import ConnectorStats
 from octavo.scheduler.request import RequestRecord
 from octavo.scheduler.scheduler import Scheduler
 from octavo.spec_decode.speculator import Speculator
@@ -14,10 +14,7 @@ from octavo.spec_decode.replay import agreement
 
 @dataclass(slots=True)
 class EngineStats:
-    """What the engine is doing (gauges) and has done since the start (counters, never reset).
-
-    Cheap to read at any time from any thread.
-    """
+    """Gauges, and counters since the start that are never reset. Cheap to read from any thread."""
 
     running: int = 0  # sequences in the batch or prefilling
     waiting: int = 0  # sequences queued, preempted ones included
@@ -36,24 +33,23 @@ class EngineStats:
     computed_tokens: int = 0  # put through the model, recomputation included
     preemptions: int = 0
     prefix_queries: int = 0  # prompt tokens looked up in the prefix index
-    prefix_hits: int = 0  # prompt tokens found there, or in another tier
-    prefix_hits_host: int = 0  # of these, those for which blocks were loaded from host memory,
-    prefix_hits_disk: int = 0  # and those for which blocks were read from disk
+    prefix_hits: int = 0  # prompt tokens found there, or by a connector
+    external_hits: Mapping[str, int] = field(default_factory=dict)  # of these, loaded, by connector
     swapped_tokens: int = 0  # of preempted sequences, loaded from there instead of recomputed
-    tiers: TierStats | None = None  # of the cache beyond the pool, where there is one
+    connectors: Mapping[str, ConnectorStats] = field(default_factory=dict)  # by name
     last_step_tokens: int = 0
     last_step_seconds: float = 0.0  # scheduling to delivery
     step_seconds: float = 0.0  # of all steps
     schedule_seconds: float = 0.0  # of these: choosing and building the batch, drafting included
     sample_seconds: float = 0.0  # drawing tokens from logits
     deliver_seconds: float = 0.0  # committing them and turning them into text
-    decode_steps: int = 0  # in which somebody decoded
-    itl_target: float | None = None  # seconds; of these steps each is to take no longer
-    late_steps: int = 0  # of these, the longer ones
+    decode_steps: int = 0  # in which a sequence decoded
+    itl_target: float | None = None  # seconds that each of these steps may take
+    late_steps: int = 0  # those that took longer
     paced_steps: int = 0  # with prompts, sized by the time that they were predicted to take
-    paced_seconds: float = 0.0  # that they took, block copies before them left out,
-    predicted_seconds: float = 0.0  # and were predicted to take
-    step_spread: float = 0.0  # standard deviation of actual ÷ predicted, of late
+    paced_seconds: float = 0.0  # that they took, without block copies before them
+    predicted_seconds: float = 0.0  # that they were predicted to take
+    step_spread: float = 0.0  # standard deviation of actual ÷ predicted, for recent ones
     decode_passes: int = 0  # times a sequence that decodes went through the model
     drafts: int = 0  # of these, with drafts to be checked
     draft_tokens: int = 0
@@ -68,39 +64,24 @@ class EngineStats:
         """Share of the pool referenced by sequences, 0 … 1."""
         return self.kv_blocks_used / self.kv_blocks if self.kv_blocks else 0.0
 
-    @property
-    def last_step_late(self) -> bool:
-        """Whether the last step took longer than the target."""
-        return self.itl_target is not None and self.last_step_seconds > self.itl_target
-
-    def add_step(self, decodes: int, tokens: int, seconds: float) -> None:
-        """A step of so many ``tokens`` was delivered, in which ``decodes`` sequences decoded."""
-        self._add(decodes, tokens, (seconds,))
-
-    def add_leap(self, decodes: int, seconds: Sequence[float]) -> None:
-        """Steps of so many ``seconds`` each, in which ``decodes`` sequences drew a token each and
-        nothing else happened.
-        """
-        self._add(decodes, decodes, seconds)
-        self.generation_tokens += decodes * len(seconds)
-
-    def _add(self, decodes: int, tokens: int, seconds: Sequence[float]) -> None:
+    def add_steps(self, decodes: int, tokens: int, seconds: Sequence[float]) -> None:
+        """Add steps of ``tokens`` tokens each, in which ``decodes`` sequences decoded."""
         steps = len(seconds)
         self.steps += steps
         self.decode_passes += decodes * steps
         self.computed_tokens += tokens * steps
         self.last_step_tokens = tokens
+        self.last_step_seconds = seconds[-1]
+        for each in seconds:
+            self.step_seconds += each
         if decodes:
             self.decode_steps += steps
-        for each in seconds:
-            self.last_step_seconds = each
-            self.step_seconds += each
-            if decodes:
-                self.late_steps += self.last_step_late
+            if self.itl_target is not None:
+                self.late_steps += sum(each > self.itl_target for each in seconds)
 
     def add_paced(self, seconds: float, predicted: float, spread: float) -> None:
-        """The last step had prompts, by the time that it was ``predicted`` to take; it took
-        ``seconds``. Neither counts the block copies before it.
+        """Add a step with prompts that was sized by the time it was ``predicted`` to take. Neither
+        time counts the block copies before it.
         """
         self.paced_steps += 1
         self.paced_seconds += seconds
@@ -108,7 +89,7 @@ class EngineStats:
         self.step_spread = spread
 
     def add_draft(self, record: RequestRecord, guesses: list[list[int]], run: list[int]) -> None:
-        """A draft and its alternatives were checked; ``run`` is what became output."""
+        """Add a draft and its alternatives that were checked; ``run`` is what became output."""
         accepted = max(agreement(guess, run) for guess in guesses)
         drafted = sum(map(len, guesses))
         self.drafts += 1
@@ -122,7 +103,7 @@ class EngineStats:
         record.accepted_tokens += accepted
 
     def now(self, scheduler: Scheduler, speculator: Speculator | None) -> EngineStats:
-        """A copy, with what others count and what is there now."""
+        """Return a copy, with the figures that others count and the gauges as they are now."""
         pool = scheduler.kv.pool
         return replace(
             self,
@@ -130,7 +111,7 @@ class EngineStats:
             waiting=len(scheduler.waiting),
             waiting_deferred=len(scheduler.waiting.fetching),
             waiting_tokens=scheduler.waiting.tokens,
-            paused=len(scheduler.held),
+            paused=len(scheduler.paused),
             kv_blocks_used=pool.num_used,
             kv_blocks_cached=pool.num_cached,
             kv_evictions=pool.evictions,
@@ -139,10 +120,9 @@ class EngineStats:
             preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
-            prefix_hits_host=scheduler.prefix_hits_host,
-            prefix_hits_disk=scheduler.prefix_hits_disk,
+            external_hits=dict(scheduler.external_hits),
             swapped_tokens=scheduler.swapped_tokens,
-            tiers=scheduler.kv.tiers.stats() if scheduler.kv.tiers else None,
+            connectors=scheduler.kv.connectors.stats() if scheduler.kv.connectors else {},
             accepted_per_position=self.accepted_per_position[:],
             drafter_failures=speculator.failures if speculator else 0,
             drafting_seconds=speculator.drafting_seconds if speculator else 0.0,

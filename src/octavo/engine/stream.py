@@ -1,4 +1,4 @@
-"""A request's output on its way from the engine's thread to whoever awaits it on an event loop."""
+"""Carry a request's output from the engine's thread to the coroutine that awaits it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import NamedTuple
 
 from octavo.engine.outputs import Delta
 from octavo.scheduler.request import RequestRecord
 
 logger = logging.getLogger(__name__)
 
-_SLICE = 0.001  # seconds that deliveries may hold up a loop's other work
+_SLICE = 0.001  # seconds that deliveries may keep a loop from its other work
 _MOST_UNSENT = 256 << 10  # bytes that wait for a stream's consumer, before its request is paused
 _MOST_UNSENT_TOTAL = 64 << 20  # of all streams, before those are ended that have paused longest
 
@@ -25,20 +23,20 @@ class EngineDead(RuntimeError):
 
 
 class OutputUnread(RuntimeError):
-    """The request was ended because its output, and that of others, was not taken."""
+    """The request was ended because its output, and that of others, was not read."""
 
 
 class Stream(AsyncIterator[Delta]):
-    """A request's deltas. Deltas that pile up while the consumer is away are joined into one per
-    choice. When they are too many the request is paused until most of them have been taken, so that
-    a slow consumer holds little and never slows the engine.
+    """The deltas of a request. Deltas that pile up while the consumer is away are joined into one
+    per choice. When they become too many the request is paused until most of them have been taken,
+    so that a slow consumer holds little memory and never slows the engine.
 
-    Ends after the delta that carries ``record``. Raises `EngineDead` if the engine dies first, and
-    `OutputUnread` where what all consumers have not taken is too much, and this one has been paused
-    for the longest time. Leaving the iteration early does not abort: call `abort`.
+    The iteration ends after the delta that carries ``record``. It raises `EngineDead` if the engine
+    dies first, and `OutputUnread` if all consumers together have left too much unread and this one
+    has been paused for the longest time. Leaving the iteration early does not abort: call `abort`.
 
     A consumer that waits need not be woken for every token: ``at_once`` is offered each delta but
-    the last as it comes, on the stream's loop, and says whether it took it. What it raises comes
+    the last as it comes, on the stream's loop, and returns whether it took it. What it raises comes
     out of the iteration next, and nothing after it.
     """
 
@@ -60,7 +58,6 @@ class Stream(AsyncIterator[Delta]):
         self._paused = False
         self._unwanted = False  # aborted: what still comes is little, and need not be taken
         self._arrived: list[Delta] = []
-        self._ready: deque[Delta] = deque()
         self._wakeup: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self._over = False  # nothing more will arrive
@@ -69,31 +66,25 @@ class Stream(AsyncIterator[Delta]):
         return self
 
     async def __anext__(self) -> Delta:
-        while not self._ready:
-            if self._arrived:
-                self._ready.extend(joined(self._arrived))
-                self._arrived = []
-                self._hold(sum(map(_size, self._ready)))
-            elif self._error is not None:
+        while not self._arrived:
+            if self._error is not None:
                 raise self._error
-            elif self._over:
+            if self._over:
                 raise StopAsyncIteration
-            else:
-                self._wakeup = self.mailbox.loop.create_future()
-                try:
-                    await self._wakeup
-                finally:
-                    self._wakeup = None
-        delta = self._ready.popleft()
-        self._hold(self.unsent - _size(delta) if self._ready or self._arrived else 0)
+            self._wakeup = self.mailbox.loop.create_future()
+            try:
+                await self._wakeup
+            finally:
+                self._wakeup = None
+        delta, *self._arrived = joined(self._arrived)
+        self._hold(sum(map(_size, self._arrived)))
         return delta
 
     def abort(self) -> None:
-        """Ask the engine to end the request, and drop what has come of it and was not taken;
-        returns at once.
+        """Ask the engine to end the request, and drop what has arrived and was not taken. Return at
+        once.
         """
         self._arrived.clear()
-        self._ready.clear()
         self._unwanted = True
         self._hold(0)
         if not self._over:
@@ -118,7 +109,7 @@ class Stream(AsyncIterator[Delta]):
             self._pause(self.request_id, True)
 
     def _give_up(self) -> None:
-        """What is unsent is dropped, and the consumer told so."""
+        """Drop what is unsent, and tell the consumer."""
         logger.warning(
             "request %s is ended: of its output %d bytes are not read, and %d of all requests'",
             self.request_id,
@@ -131,7 +122,7 @@ class Stream(AsyncIterator[Delta]):
         self._wake()
 
     def push(self, deltas: list[Delta]) -> None:
-        """Take what has come, in its order."""
+        """Take deltas, in their order."""
         if self._over:
             return
         self._over = deltas[-1].record is not None
@@ -152,7 +143,9 @@ class Stream(AsyncIterator[Delta]):
             self._wake()
 
     def _take_at_once(self, delta: Delta) -> bool:
-        """Only where nothing before it is still to be consumed, so that order is kept."""
+        """Offer a delta to `at_once`, if none before it is still to be consumed; return whether it
+        was taken.
+        """
         waits = self._wakeup is not None and not self._wakeup.done()
         if not waits or delta.record is not None:
             return False
@@ -170,17 +163,15 @@ class Stream(AsyncIterator[Delta]):
             self._wakeup.set_result(None)
 
 
-class Delivery(NamedTuple):
-    stream: Stream
-    what: Delta | EngineDead
+Delivery = tuple[Stream, Delta | EngineDead]
 
 
 class Mailbox:
-    """What the engine has for the streams of one event loop.
+    """Hands the engine's deliveries to the streams of one event loop.
 
-    A loop that is late is woken once however many steps have ended, and gets what they brought
-    joined: it does not fall behind for having been late. It takes a thousandth of a second's worth
-    at a time, and runs what else is due in between.
+    A loop that is late is woken once, however many steps have ended, and gets their deltas joined,
+    so that it can catch up. It takes a millisecond's worth at a time, and does its other work in
+    between.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -189,13 +180,13 @@ class Mailbox:
         # Guarded by the lock:
         self._posted: list[Delivery] = []
         self._called = False  # the loop will take what is posted
-        # On the loop: what is to be pushed, those who have waited longest first
+        # Used on the loop only: deltas to be pushed, those that have waited longest first
         self._due: dict[Stream, list[Delta]] = {}
         self.unsent = 0  # bytes, about, that its streams' consumers have not taken
-        self.paused: dict[Stream, None] = {}  # the longest first
+        self.paused: dict[Stream, None] = {}  # those paused for the longest time first
 
     def post(self, deliveries: Iterable[Delivery]) -> None:
-        """From any thread. Raises `RuntimeError` when the loop is closed."""
+        """Deliver, from any thread. Raise `RuntimeError` when the loop is closed."""
         with self._lock:
             if self.loop.is_closed():
                 raise RuntimeError("the event loop is closed")
@@ -228,7 +219,7 @@ class Mailbox:
 
 
 def _size(delta: Delta) -> int:
-    """Bytes in memory, about."""
+    """Return about how many bytes a delta takes in memory."""
     size = 500 + len(delta.text) + 40 * len(delta.token_ids)
     for entries in (delta.logprobs, delta.prompt_logprobs):
         if entries:
@@ -237,7 +228,7 @@ def _size(delta: Delta) -> int:
 
 
 def joined(deltas: list[Delta]) -> list[Delta]:
-    """Consecutive deltas of one request as one for each choice, the one with the record last."""
+    """Join consecutive deltas of one request into one per choice, the one with the record last."""
     if len(deltas) == 1:
         return deltas
     choices: dict[int, list[Delta]] = {}

@@ -18,7 +18,7 @@ from octavo.loader.base import CheckpointError
 from octavo.models.program import Program
 
 if TYPE_CHECKING:
-    from octavo.executor.cost import CostModel
+    from octavo.executor.cost import CostModel, Rates
     from octavo.loader.base import Checkpoint, Weight
     from octavo.machine.limits import Limits
     from octavo.sampling.sampler import Sampler
@@ -94,14 +94,32 @@ class RegionTime(NamedTuple):
     seconds: float
 
 
+class Profiled(NamedTuple):
+    """What steps took, region by region in the order they run in."""
+
+    regions: list[RegionTime]
+    num_meetings: int  # how many times the threads met in the last step
+    last_meeting: float  # when they met last: seconds of `time.perf_counter`, the steady clock
+
+
 class ExecutorSizes(TypedDict):
-    """How much an executor must be able to take."""
+    """The sizes that an executor is made for."""
 
     num_blocks: int
     max_tokens: int  # most tokens a batch may have
     max_logits_rows: int  # most rows a batch may want logits of
     max_seqs: int
     max_blocks_per_seq: int
+
+
+class LoadOptions(ExecutorSizes, total=False):
+    """Sizes, and settings that have a default."""
+
+    threads: int | None  # None: as many as the process may use
+    isa: str | None  # an instruction-set tier; None: the best
+    keep_hidden: bool  # steps give `StepResult.hidden`
+    digest: bool  # make `Executor.digest`
+    rates: Rates  # of a simulated machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +157,6 @@ class Executor(Protocol):
     costs: CostModel  # of the model's own program
     weight_bytes: int  # of all programs' weights, as they are held
     digest: bytes  # of what decides the numbers: weights, numerics, tier; b"" if not asked for
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.num_blocks * self.layout.block_bytes
 
     def execute(self, batch: Batch, program: int = 0, rows: Float32 | None = None) -> StepResult:
         """Compute a step. ``program`` is one that was added, ``rows`` [T, width] what its `Input`
@@ -279,20 +293,8 @@ class Executor(Protocol):
         """Time every region of the steps from here on (some 30 ns each)."""
         self._refuse("profile steps")
 
-    def profile(self) -> list[RegionTime]:
-        """Return the seconds since `start_profile` of every region, in the order they run in."""
-        self._refuse("profile steps")
-
-    @property
-    def num_meetings(self) -> int:
-        """How many times the threads met in the last step."""
-        self._refuse("profile steps")
-
-    @property
-    def last_meeting(self) -> float:
-        """When the threads met last, if the step was profiled: seconds of `time.perf_counter`,
-        which on Linux is the steady clock.
-        """
+    def profile(self) -> Profiled:
+        """Return the times since `start_profile`."""
         self._refuse("profile steps")
 
     def _refuse(self, what: str) -> NoReturn:

@@ -26,21 +26,7 @@ import numpy.typing as npt
 from octavo.executor.base import Batch, Int32
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.config import Experts
-from octavo.models.program import (
-    Activate,
-    Add,
-    Combine,
-    Embed,
-    ExpertLinear,
-    GatedActivation,
-    Linear,
-    Logits,
-    PagedAttention,
-    Program,
-    RmsNorm,
-    RopeAndStoreKv,
-    Route,
-)
+from octavo.models.program import PagedAttention, Program
 
 
 class Arithmetic(StrEnum):
@@ -103,12 +89,12 @@ class Rates:
 
     @property
     def units(self) -> tuple[Arithmetic, ...]:
-        """Those to show: CPUs have no fp8."""
+        """The units to show: CPUs have no fp8."""
         fp8 = self.fp8_ops_per_second is not None
         return tuple(unit for unit in Arithmetic if fp8 or unit is not Arithmetic.FP8)
 
     def peak(self, arithmetic: Arithmetic) -> float:
-        """Operations a second."""
+        """Return a unit's operations a second."""
         own = None
         if arithmetic is Arithmetic.INT8:
             own = self.int8_ops_per_second
@@ -119,14 +105,14 @@ class Rates:
         return self.ops_per_second if own is None else own
 
     def seconds(self, moved: int, computed: int, arithmetic: Arithmetic, rows: int = 1) -> float:
-        """For so many bytes, and operations on so many rows, of an op other than attention."""
+        """Return the seconds of an op other than attention, whose operations are on ``rows`` rows."""
         computing = computed / self.peak(arithmetic)
         if self.threads or self.unpacking:
             computing *= self._work(rows) / rows
         return _overlapped(moved / self.bytes_per_second, computing, self.knee)
 
     def _work(self, rows: int) -> float:
-        """In rows' arithmetic, what all threads could do while the last of them is at so many."""
+        """Return, in rows, the work that all threads could do while the last one does its part."""
         panels = -(-rows // PANEL_ROWS)
         if self.threads:
             by_rows = rows > CHUNK_ROWS * self.threads
@@ -136,7 +122,7 @@ class Rates:
         return rows + self.unpacking * panels
 
     def attention_seconds(self, moved: int, computed: int, arithmetic: Arithmetic) -> float:
-        """The same for attention."""
+        """Return the seconds of attention."""
         bandwidth, peak = self.kv_bytes_per_second, self.attention_ops_per_second
         return _overlapped(
             moved / (self.bytes_per_second if bandwidth is None else bandwidth),
@@ -145,13 +131,13 @@ class Rates:
         )
 
     def as_dict(self) -> dict[str, float | None]:
-        """For JSON, which has no infinity: an infinite knee is null."""
+        """Return the fields for JSON, which has no infinity: an infinite knee is null."""
         values = asdict(self)
         return values | {name: None for name in KNEES if values[name] == inf}
 
     def slowed(self, memory: float, processor: float | None = None) -> Rates:
-        """Those of a machine whose memory takes ``memory`` times as long and whose processor takes
-        ``processor`` times as long (None: all as the memory).
+        """Return the rates of a machine whose memory takes ``memory`` times as long and whose
+        processor takes ``processor`` times as long (None: all as the memory).
         """
         slower: dict[str, Any] = {}
         if processor is None:
@@ -167,13 +153,13 @@ class Rates:
         return replace(self, **slower)
 
     def overhead(self, tokens: int, rows: int, chunks: int) -> float:
-        """Seconds of a step that no op takes; arrays of numbers do, too."""
+        """Return the seconds of a step that no op takes. Arguments may be arrays."""
         of_step = self.step_overhead + (tokens > 1) * self.batch_overhead
         return of_step + rows * self.row_overhead + chunks * self.chunk_overhead
 
 
 def _overlapped(reading: float, computing: float, knee: float) -> float:
-    """Of numbers, or with a finite knee also of arrays of them."""
+    """Return what passes of two times; with a finite knee they may be arrays."""
     if knee == inf:
         return max(reading, computing)
     if knee == 1.0:
@@ -212,7 +198,7 @@ class StepCost(NamedTuple):
 
 
 class StepSize(NamedTuple):
-    """All of a batch that its seconds depend on, as `CostModel.step` counts them."""
+    """What a batch's seconds depend on, as `CostModel.step` counts it."""
 
     tokens: int
     rows: int  # that want logits
@@ -222,9 +208,9 @@ class StepSize(NamedTuple):
 
 
 class _Term(NamedTuple):
-    """An op that is the same in any context: ``fixed`` bytes a step, then bytes and operations a
-    token (or a row that wants logits). Of experts' bytes, those of the experts that the tokens are
-    expected to hit (`Experts.expected`).
+    """An op whose cost is the same in any context: ``fixed_bytes`` a step, then bytes and
+    operations for each token (or row that wants logits). Of experts' bytes, only those of the
+    experts that the tokens are expected to hit (`Experts.expected`) count.
     """
 
     fixed_bytes: int
@@ -239,7 +225,7 @@ class _Term(NamedTuple):
         return OpCost(moved, 0, ops, arithmetic, together)
 
     def of(self, n: int) -> tuple[int, int, Arithmetic, int]:
-        """Of so many tokens, or rows that want logits: the arguments of `Rates.seconds`."""
+        """Return the arguments of `Rates.seconds` for ``n`` tokens, or rows that want logits."""
         fixed, together = self.fixed_bytes, n
         if n and self.experts is not None:
             hit = self.experts.expected(n)
@@ -250,7 +236,7 @@ class _Term(NamedTuple):
 
 
 class CostModel:
-    """Counts a Program's bytes and operations for a batch.
+    """Count a Program's bytes and operations for a batch.
 
     ``weight_bytes`` maps weight roles to stored bytes; a role left out counts two bytes an
     element. ``arithmetic`` maps matrices' roles to what multiplies them (fp32 when left out), and
@@ -289,11 +275,11 @@ class CostModel:
 
     @property
     def weight_bytes(self) -> int:
-        """All weights, each once."""
+        """The bytes of all weights, each once."""
         return sum(map(self._size, self.program.weights))
 
     def by_op(self, batch: Batch) -> list[OpCost]:
-        """The cost of each of the program's ops, in their order; block copies belong to none."""
+        """Return the cost of each op, in the program's order; block copies belong to none."""
         tokens, rows = batch.num_tokens, len(batch.logits_rows)
         spans = _spans(batch)
         attention = {window: self._attend(spans, window) for window in self._windows}
@@ -303,7 +289,7 @@ class CostModel:
         ]
 
     def step(self, batch: Batch, rates: Rates) -> StepCost:
-        """All of a step, with the overhead of ``rates``."""
+        """Return the cost of a step, with the overhead of ``rates``."""
         parts = self.parts(batch)
         return StepCost(
             sum(n * cost.weight_bytes for cost, n in parts),
@@ -313,7 +299,7 @@ class CostModel:
         )
 
     def seconds(self, batch: Batch, rates: Rates) -> float:
-        """Of `step`, alone. Quick for steps of like sizes."""
+        """Return the seconds of `step` alone: quick for steps of like sizes."""
         size = self.size(batch)
         return self.dense_seconds(size, rates) + (
             self.attention_seconds(size, rates)
@@ -321,9 +307,9 @@ class CostModel:
         )
 
     def decode_seconds(self, positions: Int32, rates: Rates) -> Iterator[float]:
-        """The seconds of successive steps in which each of some sequences, at first at
-        ``positions`` [sequences], decodes a token: those of `step`, to the last digit, without an
-        end.
+        """Yield, without an end, the seconds of successive steps in which each of some sequences,
+        at first at ``positions`` [sequences], decodes a token. They equal those of `step` to the
+        last digit.
         """
         sequences = len(positions)
         dense = self._dense(sequences, sequences, rates)
@@ -336,14 +322,14 @@ class CostModel:
     # A step in the making
 
     def decode_size(self, positions: Int32) -> StepSize:
-        """Of a step in which sequences, at ``positions`` [sequences], decode a token each."""
+        """Return the size of a step in which sequences at ``positions`` decode a token each."""
         sequences = len(positions)
         seen = [next(_keys_seen(positions, window)) for window in self._windows]
         return StepSize(sequences, sequences, 0, tuple((keys, keys + sequences) for keys in seen))
 
     def with_span(self, size: StepSize, start: int, tokens: int, rows: int) -> StepSize:
-        """The size of a step that has, too, ``tokens`` of a sequence from position ``start`` on, of
-        which ``rows`` want logits.
+        """Return the size with ``tokens`` more, of a sequence from position ``start`` on, of which
+        ``rows`` want logits.
         """
         end = start + tokens
         attention = []
@@ -359,20 +345,20 @@ class CostModel:
         return StepSize(size.tokens + tokens, size.rows + rows, chunks, tuple(attention))
 
     def size(self, batch: Batch) -> StepSize:
-        """Of a batch, without its block copies."""
+        """Return the size of a batch, without its block copies."""
         spans = _spans(batch)
         seen = [self._seen(spans, window) for window in self._windows]
         return StepSize(batch.num_tokens, len(batch.logits_rows), _chunks(spans), tuple(seen))
 
     def dense_seconds(self, size: StepSize, rates: Rates) -> float:
-        """Of all ops but attention."""
+        """Return the seconds of all ops but attention."""
         return self._dense(size.tokens, size.rows, rates)
 
     def attention_seconds(self, size: StepSize, rates: Rates) -> float:
         return self._attending(size.attention, rates)
 
     def _attending(self, attention: Iterable[tuple[int, int]], rates: Rates) -> float:
-        """Seconds, of `StepSize.attention`."""
+        """Return the seconds of `StepSize.attention`."""
         total, seconds = 0.0, rates.attention_seconds
         for (keys, moved), layers in zip(attention, self._layers, strict=True):
             total += layers * seconds(
@@ -381,8 +367,8 @@ class CostModel:
         return total
 
     def parts(self, batch: Batch) -> list[tuple[OpCost, int]]:
-        """The cost of each different op and how many there are of it, in the same order for every
-        batch.
+        """Return the cost of each different op and how many there are of it, in the same order for
+        every batch.
         """
         tokens, rows = batch.num_tokens, len(batch.logits_rows)
         spans = _spans(batch)
@@ -395,8 +381,8 @@ class CostModel:
         return sum((*self._each(tokens, False, rates), *self._each(rows, True, rates)))
 
     def _each_seconds(self, n: int, selected: bool, rates: Rates) -> tuple[float, ...]:
-        """Of each different op of ``n`` tokens or, those that are ``selected``, of as many rows
-        that want logits; as often as the program has it.
+        """Return the seconds of each different op, times how often the program has it, for ``n``
+        tokens or, for ops that are ``selected``, ``n`` rows that want logits.
         """
         return tuple(
             [
@@ -421,7 +407,7 @@ class CostModel:
 
     @staticmethod
     def _seen(spans: _Spans, window: int | None) -> tuple[int, int]:
-        """As in `StepSize.attention`."""
+        """Return an entry of `StepSize.attention`."""
         starts, ends = spans
         last, first = int(ends.sum()), int(starts.sum())
         if window is None:  # the same of all at once: of each the sum is even
@@ -431,53 +417,31 @@ class CostModel:
         # What is seen is read once, and the new is written.
         return int(keys.sum()), 2 * last - first - int(unseen.sum())
 
-    def _elements(self, role: str) -> int:
-        return int(np.prod(self.program.weights[role], dtype=np.int64))
-
     def _size(self, role: str) -> int:
-        return self._stored.get(role, 2 * self._elements(role))
+        return self._stored.get(role, 2 * self.program.elements(role))
 
     def _count(self) -> list[_Term | PagedAttention]:
-        """A term for each op; attention, which depends on the context, stays as it is."""
+        """Return a term for each op; attention, which depends on the context, stays an op."""
         program, terms = self.program, list[_Term | PagedAttention]()
         attends = (i for i, op in enumerate(program.ops) if isinstance(op, PagedAttention))
         last_attention = max(attends, default=0)
         for i, op in enumerate(program.ops):
-            fixed, row, ops, arithmetic = 0, 0, 0, Arithmetic.FP32
-            experts: Experts | None = None
-            match op:
-                case PagedAttention():
-                    terms.append(op)
-                    continue
-                case Embed(weight):
-                    row = self._size(weight) // program.weights[weight][0]
-                case Linear(_, weight, _, bias):
-                    fixed = self._size(weight) + (self._size(bias) if bias else 0)
-                    ops = 2 * self._elements(weight)
-                    arithmetic = self._arithmetic.get(weight, arithmetic)
-                case Logits(_, weight):
-                    fixed, ops = self._size(weight), 2 * self._elements(weight)
-                    arithmetic = self._arithmetic.get(weight, arithmetic)
-                case ExpertLinear():
-                    experts = op.experts
-                    fixed = sum(map(self._size, op.weights))
-                    ops = 2 * self._elements(op.weights[0]) * experts.chosen
-                    arithmetic = self._arithmetic.get(op.weights[0], arithmetic)
-                case Route(logits):
-                    ops = 4 * program.widths[logits]
-                case Combine(x):
-                    ops = 2 * program.widths[x]
-                case RmsNorm(x, weight):
-                    fixed, ops = self._size(weight), 4 * program.widths[x]
-                case Activate(x):
-                    ops = 9 * program.widths[x]
-                case GatedActivation(gate):
-                    ops = 10 * program.widths[gate]
-                case Add(x):
-                    ops = program.widths[x]
-                case RopeAndStoreKv(q, k):
-                    ops = 6 * (program.widths[q] + program.widths[k])
-            terms.append(_Term(fixed, row, ops, i > last_attention, arithmetic, experts))
+            if isinstance(op, PagedAttention):
+                terms.append(op)
+                continue
+            work = op.work(program)
+            assert work is not None
+            of = work.row_of
+            terms.append(
+                _Term(
+                    sum(map(self._size, work.weights)),
+                    0 if of is None else self._size(of) // program.weights[of][0],
+                    work.ops,
+                    i > last_attention,
+                    self._arithmetic.get(work.matrix or "", Arithmetic.FP32),
+                    work.experts,
+                )
+            )
         return terms
 
 
@@ -485,14 +449,14 @@ _Spans = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 def _spans(batch: Batch) -> _Spans:
-    """The first position of each sequence's tokens and the one after the last."""
+    """Return the first position of each sequence's tokens, and the one after its last."""
     offsets = batch.seq_offsets
     starts = batch.positions[offsets[:-1]].astype(np.int64)
     return starts, starts + (offsets[1:] - offsets[:-1])
 
 
 def _keys_seen(positions: Int32, window: int | None) -> Iterator[int]:
-    """Keys that a query at each of the positions sees, added up; then at the positions after."""
+    """Yield how many keys queries at the positions see together; then at the positions after."""
     ends = positions.astype(np.int64) + 1
     if window is None:
         return count(int(ends.sum()), len(ends))
@@ -500,7 +464,7 @@ def _keys_seen(positions: Int32, window: int | None) -> Iterator[int]:
 
 
 def chunks_of(batch: Batch) -> int:
-    """Spans of two tokens or more."""
+    """Return how many spans have two tokens or more."""
     return _chunks(_spans(batch))
 
 
@@ -510,13 +474,13 @@ def _chunks(spans: _Spans) -> int:
 
 
 def _keys_before(position: int, window: int) -> int:
-    """`_visible` of one number, which is much quicker."""
+    """Return `_visible` of one number, which is much quicker."""
     inside = min(position, window)
     return inside * (inside + 1) // 2 + (position - inside) * window
 
 
 def _visible(position: npt.NDArray[np.int64], window: int) -> npt.NDArray[np.int64]:
-    """Keys that the queries at positions 0 … position - 1 see, added up."""
+    """Return how many keys the queries at positions 0 … position - 1 see together."""
     inside = np.minimum(position, window)
     seen: npt.NDArray[np.int64] = inside * (inside + 1) // 2 + (position - inside) * window
     return seen

@@ -2,55 +2,49 @@
 
 A sequence has a slot: its row in ``tables``. The cache knows nothing of requests; the scheduler
 tells it which positions it is about to write (`reserve`), and afterwards that they are written
-(`advance`). For the time of a step a slot may have branches, each a row of its own, in which it
-goes on otherwise (`branch`); of these the slot takes one over or none.
+(`advance`). During a step a slot may have branches, each with a row of its own, in which it has
+other next tokens (`branch`); after the step, at most one branch replaces the slot's own blocks.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from octavo.kv_cache.finding import NO_HIT, Finder, Hit
+from octavo.kv_cache.block_hash import BlockHashes
+from octavo.kv_cache.block_pool import BlockPool
+from octavo.kv_cache.connectors.manager import ConnectorManager
+from octavo.kv_cache.connectors.prefetch import Prefetch, Prefetcher
+from octavo.kv_cache.events import DEVICE, EventQueue, Subscriber
 from octavo.kv_cache.layout import KvLayout
-from octavo.kv_cache.loading import Loading, ToLoad
-from octavo.kv_cache.pool import BlockPool
-from octavo.kv_cache.prefix import Hash, Node, PrefixIndex, chain_hash
-from octavo.kv_cache.read_ahead import ReadAhead, ReadingAhead
-from octavo.kv_cache.tiers import Tiers
+from octavo.kv_cache.prefix_index import Hash, Node, PrefixIndex, chain_hash
+from octavo.kv_cache.prefix_lookup import NO_HIT, Hit, PrefixLookup
 
 Int32 = npt.NDArray[np.int32]
 
 
 def peak_blocks(layout: KvLayout, num_tokens: int) -> int:
-    """Most blocks a sequence of ``num_tokens`` positions ever holds, written one by one."""
+    """Return the most blocks that a sequence of ``num_tokens`` positions ever holds if they are
+    written one by one.
+    """
     return sum(
         peak_of_window(group.window, num_tokens, layout.block_size) for group in layout.groups
     )
 
 
 def peak_of_window(window: int | None, num_tokens: int, block_size: int) -> int:
-    """The same of one group. A window of w tokens spans at most ceil((w - 1) / block_size) + 1
-    blocks; None: all are kept.
+    """Return `peak_blocks` of one group. A window of w tokens spans at most
+    ceil((w - 1) / block_size) + 1 blocks; None: all are kept.
     """
     total = -(-num_tokens // block_size)
     return total if window is None else min(total, -(-(window - 1) // block_size) + 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Branch:
-    """The blocks before ``first`` are the slot's, those from there to ``end`` its own."""
-
-    slot: int
-    first: int
-    end: int
 
 
 class KvCache:
@@ -61,7 +55,7 @@ class KvCache:
     window has given the block back. ``num_tokens`` [slots] int32 counts the positions written.
 
     A block that several sequences refer to, or whose content is in the prefix index, is never
-    written: `reserve` first copies it (``copies``, in order, before anything else in the step).
+    written: `reserve` first has it copied (``copies``, in order, before all else in the step).
     """
 
     def __init__(
@@ -75,7 +69,9 @@ class KvCache:
         enable_prefix_caching: bool = True,
         hasher: Hash = chain_hash,
     ) -> None:
-        self.tiers: Tiers | None = None  # of the prefix cache, beyond the pool
+        self.connectors: ConnectorManager | None = None  # the prefix cache beyond the pool
+        self.events = EventQueue()
+        self._hashes = BlockHashes(b"")  # those of the connectors, once there are any
         self.layout = layout
         self.block_size = layout.block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -93,7 +89,7 @@ class KvCache:
         self.clear()
 
     def clear(self) -> None:
-        """All blocks and slots are free and nothing is cached, whatever was."""
+        """Free all blocks and slots and empty the prefix index, whatever their state."""
         num_groups, num_rows, _ = self.tables.shape
         max_seqs = len(self.num_tokens)
         self.tables.fill(-1)
@@ -101,7 +97,8 @@ class KvCache:
         self.num_blocks.fill(0)
         self.pool = BlockPool(self._num_blocks)
         self.index = PrefixIndex(self._num_blocks, num_groups, self._hasher)
-        self._finder = Finder(self.index, self.layout, self.tiers)
+        self.index.on_change = self._publish if self.events.subscribers else None
+        self._prefixes = PrefixLookup(self.index, self.layout, self.connectors)
         self.copies: list[tuple[int, int]] = []
         self.shared_tails: set[int] = set()  # slots whose next write may fall into a shared block
         self._first = [[0] * max_seqs for _ in range(num_groups)]  # first block not given back
@@ -109,17 +106,38 @@ class KvCache:
         self._registered = [0] * max_seqs  # blocks registered or taken from the index
         self._slots = list(range(max_seqs - 1, -1, -1))
         self._rows = list(range(num_rows - 1, max_seqs - 1, -1))  # for branches
-        self._branches: dict[int, _Branch] = {}  # by row
-        self.loading = Loading(self.tiers)
-        if self.tiers is not None:
-            self.tiers.forget()
+        # For each branch, by row: its slot, its first own block (those before are the slot's), and
+        # the end of its blocks.
+        self._branches: dict[int, tuple[int, int, int]] = {}
+        # For each slot that waits for blocks of its hit: position, node and group of each block, in
+        # order. Host memory keeps them pinned, once for each slot.
+        self._to_load: dict[int, deque[tuple[int, Node, int]]] = {}
+        if self.connectors is not None:
+            self.connectors.forget()
+        self.events.cleared(DEVICE)
 
-    def extend(self, tiers: Tiers) -> None:
-        """Keep what the pool has no room for in other tiers. Raises `ValueError`."""
+    def attach(self, connectors: ConnectorManager) -> None:
+        """Keep blocks for which the pool has no space in ``connectors``. Raise `ValueError`."""
         if not self.enable_prefix_caching:
-            raise ValueError("the prefix cache is off: it has no other tiers")
-        self.tiers = self._finder.tiers = tiers
-        self.loading = Loading(tiers)
+            raise ValueError("the prefix cache is off, so it cannot have connectors")
+        self.connectors = self._prefixes.connectors = connectors
+        self._hashes = connectors.hashes
+        connectors.publish_to(self.events)
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Deliver events of all later changes, of the pool and of connectors, to ``subscriber``."""
+        self.events.subscribe(subscriber)
+        self.index.on_change = self._publish
+
+    def _publish(self, node: Node, group: int, stored: bool) -> None:
+        """Put the event that a block of the pool begins or ceases to hold a node's content."""
+        key, parent = (self._hashes.of(node), group), node.parent
+        if not stored:
+            self.events.removed(key, DEVICE)
+            return
+        above = None if parent is None or parent.parent is None else self._hashes.of(parent)
+        tokens = tuple(array("i", node.tokens))
+        self.events.stored(key, DEVICE, above, tokens, self.block_size)
 
     # Sizes
 
@@ -128,7 +146,6 @@ class KvCache:
         return len(self._slots)
 
     def peak_blocks(self, num_tokens: int) -> int:
-        """Most blocks a sequence of ``num_tokens`` positions holds, written one by one."""
         return peak_blocks(self.layout, num_tokens)
 
     @property
@@ -137,10 +154,10 @@ class KvCache:
 
     def held_blocks(self, slot: int) -> int:
         end = int(self.num_blocks[slot])
-        return sum(end - first[slot] for first in self._first) - self.loading.num_blocks(slot)
+        return sum(end - first[slot] for first in self._first) - self.num_to_load(slot)
 
     def waste(self) -> float:
-        """Allocated but unfilled slots ÷ allocated slots (0 when nothing is allocated)."""
+        """Return allocated but unfilled positions ÷ allocated ones (0 if none is allocated)."""
         allocated = self.pool.num_used * self.block_size
         unfilled = int(self.num_blocks.sum()) * self.block_size - int(self.num_tokens.sum())
         return min(1.0, unfilled * len(self._windows) / allocated) if allocated else 0.0
@@ -148,103 +165,114 @@ class KvCache:
     # Beginning and end of a sequence
 
     def lookup(self, tokens: array[int], salt: str | None) -> Hit:
-        """The longest cached prefix that every group can use, with what is worth loading of it."""
-        return self._finder.lookup(tokens, salt) if self.enable_prefix_caching else NO_HIT
+        """Return the longest cached prefix that every group can use (`PrefixLookup.lookup`)."""
+        return self._prefixes.lookup(tokens, salt) if self.enable_prefix_caching else NO_HIT
 
     @property
-    def reading(self) -> ReadingAhead | None:
-        """Who reads from disk, where there is one."""
-        return None if self.tiers is None else self.tiers.reading
+    def prefetcher(self) -> Prefetcher | None:
+        return None if self.connectors is None else self.connectors.prefetcher
 
-    def read_ahead(self, tokens: array[int], salt: str | None, now: float) -> ReadAhead | None:
-        """Begin to read from disk what is worth it of a prompt that will be looked up later, and
-        is worth waiting for. None if nothing is.
-        """
-        return self._finder.read_ahead(tokens, salt, now)
+    def prefetch(self, tokens: array[int], salt: str | None, now: float) -> Prefetch | None:
+        """Start to load what a prompt will need when it is looked up (`PrefixLookup.prefetch`)."""
+        return self._prefixes.prefetch(tokens, salt, now)
 
     def blocks_in_use(self, hit: Hit) -> int:
-        """How many of the hit's blocks others refer to, so that sharing them costs nothing."""
+        """Return how many of the hit's blocks others refer to, so that sharing them is free."""
         refs = self.pool.refs
         return sum(
             node.blocks[group] >= 0 and refs[node.blocks[group]] > 0
-            for group, first in enumerate(self._finder.first_needed(hit.num_tokens))
+            for group, first in enumerate(self._prefixes.first_needed(hit.num_tokens))
             for node in hit.nodes[first:]
         )
 
     def open(self, hit: Hit = NO_HIT, salt: str | None = None, *, at_once: bool = True) -> int:
-        """Take a slot, and the hit's blocks with it: those in other tiers too if ``at_once``, else
-        as they are asked for (`load`).
+        """Take a slot with the hit's blocks. Load those that the pool does not hold if ``at_once``,
+        or else when `load` is called. Return the slot.
         """
         slot = self._slots.pop()
         count = hit.num_blocks
         nodes = self._nodes(hit, salt) if hit.beyond else hit.nodes
         if self.enable_prefix_caching:
             tip = nodes[-1] if count else self.index.add(None, (salt or "").encode())
-            if tip is not None:  # nor may anything of it go when blocks are taken for the rest
+            if tip is not None:  # allocating blocks for the rest must not remove it
                 self.index.pin(tip)
             self._tip[slot] = tip
             self._registered[slot] = count
         self.num_blocks[slot] = count
         self.num_tokens[slot] = hit.num_tokens
-        to_load: list[ToLoad] = []
-        for group, first in enumerate(self._finder.first_needed(hit.num_tokens)):
+        to_load: deque[tuple[int, Node, int]] = deque()
+        for group, first in enumerate(self._prefixes.first_needed(hit.num_tokens)):
             self._first[group][slot] = min(first, count)
             for position in range(first, count):
                 block = nodes[position].blocks[group]
                 if block < 0:
-                    to_load.append(ToLoad(position, nodes[position], group))
+                    to_load.append((position, nodes[position], group))
                 else:
                     self.pool.share(block)
                     self.tables[group, slot, position] = block
         if count * self.block_size > hit.num_tokens:
             self.shared_tails.add(slot)
-        self.loading.begin(slot, to_load)
-        if to_load and at_once:
-            self.load(slot, len(to_load))
-        if hit.left_alone and self.tiers is not None:
-            self.tiers.worth.left_alone += 1
+        if self.connectors is not None:
+            for _, node, group in to_load:
+                self.connectors.staging.pin((self._hashes.of(node), group))
+            if to_load:
+                self._to_load[slot] = to_load
+                if at_once:
+                    self.load(slot, len(to_load))
+            self.connectors.staging.counters.skipped_hits += hit.skipped
         return slot
 
     def _nodes(self, hit: Hit, salt: str | None) -> list[Node]:
-        """Of a hit of which some blocks are in other tiers."""
+        """Return the nodes of a hit with blocks that the pool does not hold, made where missing."""
         node = self.index.add(None, (salt or "").encode())
         nodes: list[Node] = []
         for content, digest in hit.beyond:
             node = None if node is None else self.index.add(node, content)
             if node is None:
-                raise RuntimeError("a prefix that was found has no place in the index")
+                raise RuntimeError("a prefix that was found cannot be entered into the index")
             node.digest = digest
             nodes.append(node)
         return nodes
 
-    def load(self, slot: int, count: int) -> int:
-        """Get ``count`` of the blocks of the slot's hit that it waits for (``loading``): until it
-        has all of them, it cannot go on. So many blocks must be free. Returns how many of them the
-        next step will begin by filling: not those that others have had filled meanwhile.
+    def num_to_load(self, slot: int) -> int:
+        """Return how many blocks of its hit the slot waits for. It cannot continue before it has
+        all of them.
         """
-        tiers, filling = self.tiers, 0
-        assert tiers is not None
-        for (position, node, group), key in self.loading.take(slot, count):
-            block = node.blocks[group]
+        return len(self._to_load.get(slot, ()))
+
+    def load(self, slot: int, count: int) -> int:
+        """Load ``count`` of the blocks that the slot waits for. As many blocks must be free. Return
+        how many the next step will fill first: not those that were filled for other slots.
+        """
+        connectors, to_load, filling = self.connectors, self._to_load[slot], 0
+        assert connectors is not None
+        for _ in range(count):
+            position, node, group = to_load.popleft()
+            key, block = (self._hashes.of(node), group), node.blocks[group]
             if block >= 0:
                 self.pool.share(block)
             else:
                 block = self._allocate()
-                tiers.load(key, block, self.copies)
+                connectors.load(key, block, self.copies)
                 self.index.put(node, group, block)
                 filling += 1
             self.tables[group, slot, position] = block
+            connectors.staging.unpin(key)
+        if not to_load:
+            del self._to_load[slot]
         return filling
 
     def seconds_to_load(self, slot: int) -> float:
-        """What each of these is expected to take, with what is overwritten for it."""
-        assert self.tiers is not None
+        """Return the seconds that each of these is expected to take, saving of a block that is
+        overwritten for it included.
+        """
+        assert self.connectors is not None
         empty = self.pool.num_free - self.pool.num_cached
-        overwriting = empty < self.loading.num_blocks(slot)
-        return self.tiers.worth.seconds_to_load(overwriting=overwriting)
+        overwriting = empty < self.num_to_load(slot)
+        return self.connectors.cost.seconds_to_load(overwriting=overwriting)
 
     def fork(self, slot: int) -> int:
-        """A new slot with the same content; all blocks are shared."""
+        """Take and return a slot with the same content; all blocks are shared."""
         child = self._slots.pop()
         count = int(self.num_blocks[slot])
         self.num_blocks[child] = count
@@ -263,17 +291,17 @@ class KvCache:
         return child
 
     def close(self, slot: int) -> None:
-        """Give the slot, its branches and blocks back; what is cached stays usable, its beginning
-        longest.
+        """Give back the slot, its branches and blocks. What is cached stays usable, the beginning
+        for the longest time.
         """
-        for row in [row for row, branch in self._branches.items() if branch.slot == slot]:
+        for row in [row for row, (of, _, _) in self._branches.items() if of == slot]:
             self._drop(row)
-        self.loading.end(slot)
+        for _, node, group in self._to_load.pop(slot, ()):
+            assert self.connectors is not None
+            self.connectors.staging.unpin((self._hashes.of(node), group))
         count = int(self.num_blocks[slot])
         for group, first in enumerate(self._first):
-            for block in self.tables[group, slot, first[slot] : count][::-1].tolist():
-                if block >= 0:  # it may not have been loaded yet
-                    self.pool.release(block, keep=self.index.holds(block))
+            self._release(self.tables[group, slot, first[slot] : count][::-1])
             first[slot] = 0
         self.tables[:, slot, :count] = -1
         self.num_blocks[slot] = 0
@@ -288,13 +316,13 @@ class KvCache:
 
     # A step
 
-    def room(self, slot: int) -> int:
-        """How many further positions could be reserved now (their blocks are free)."""
+    def capacity(self, slot: int) -> int:
+        """Return how many further positions could be reserved now."""
         size = self.block_size
         groups = len(self._windows)
         free = self.pool.num_free
         if slot in self.shared_tails:
-            # A cached block of this sequence alone frees itself when it is copied.
+            # A cached block of this sequence only is free once it is copied.
             copied = sum(self.pool.refs[block] > 1 for block in self._tail(slot))
             if copied > free:
                 return 0
@@ -304,20 +332,19 @@ class KvCache:
         return slack + free // groups * size
 
     def reserve(self, slot: int, count: int) -> bool:
-        """Make the next ``count`` positions writable: all of them, or nothing changes and False.
-
-        Blocks that the first of them no longer sees through a window are given back.
+        """Make the next ``count`` positions writable. Return False and change nothing if that is
+        not possible for all. Give back blocks that the first of them no longer sees in its window.
         """
-        if self.room(slot) < count:
+        if self.capacity(slot) < count:
             return False
         size = self.block_size
         start = int(self.num_tokens[slot])
-        self._leave_behind(slot, start)
+        self._leave_window(slot, start)
         if slot in self.shared_tails:
             self.shared_tails.discard(slot)
             for group, block in enumerate(self._tail(slot)):
                 if self._must_copy(block):
-                    # Released first: when it is the only free block it is handed back as it is.
+                    # Release it first: if it is the only free block, it is handed out as it is.
                     self.pool.release(block, keep=True)
                     copy = self._allocate()
                     self.tables[group, slot, start // size] = copy
@@ -332,7 +359,7 @@ class KvCache:
         return True
 
     def take_copies(self) -> Int32:
-        """The [C, 2] (source, destination) copies of this step."""
+        """Return and clear the [C, 2] (source, destination) copies of this step."""
         if not self.copies:
             return NO_COPIES
         copies = np.array(self.copies, dtype=np.int32)
@@ -340,12 +367,12 @@ class KvCache:
         return copies
 
     def advance(self, slot: int, count: int) -> None:
-        """The next ``count`` positions have been written."""
+        """Count the next ``count`` positions as written."""
         self.num_tokens[slot] += count
 
-    def steps_of_room(self, slots: Int32, limit: int) -> int:
-        """How often, ``limit`` at most, all of the slots [sequences] could go on by a position with
-        the blocks that are free now.
+    def max_steps(self, slots: Int32, limit: int) -> int:
+        """Return for how many steps, at most ``limit``, all ``slots`` [sequences] could write one
+        position a step with the blocks that are free now.
         """
         starts, held = self.num_tokens[slots], self.num_blocks[slots]
         free = self.pool.num_free // len(self._windows)
@@ -357,12 +384,13 @@ class KvCache:
             return limit
         return bisect_right(range(limit), free, key=more) - 1
 
-    def go_on(self, slots: Int32, tokens: Sequence[array[int]], steps: int) -> None:
-        """All of the slots [sequences] by a position, and that ``steps`` times, at most
-        `steps_of_room`: `reserve` for those at the beginning of a block, `advance`, `register` for
-        those at the end of one. ``tokens`` are each slot's sequence's, those to come included.
-        Nothing is done where nothing comes of it, but what is done is done in the order of single
-        steps: it decides which blocks are handed out and which stay cached.
+    def advance_steps(self, slots: Int32, tokens: Sequence[array[int]], steps: int) -> None:
+        """Advance all ``slots`` [sequences] by one position in each of ``steps`` steps, at most
+        `max_steps`. ``tokens``: each slot's sequence, tokens to come included.
+
+        `reserve` at the beginning of a block and `register` at its end are called in the order of
+        single steps, which decides which blocks are handed out and which stay cached. All other
+        calls are left out because they change nothing.
         """
         starts = self.num_tokens[slots]
         size = self.block_size
@@ -383,31 +411,29 @@ class KvCache:
                     if not self.reserve(slot, 1):
                         raise RuntimeError(
                             f"slot {slot} has no block for position {self.num_tokens[slot]}, "
-                            f"after {step} of {steps} steps that were taken to have room"
+                            f"after {step} of {steps} steps that blocks should suffice for"
                         )
         self.num_tokens[slots] = starts + steps
 
-    def settle(self, slot: int) -> None:
-        """Give back what was reserved and does not count as written (rejected drafts), and what the
-        next position no longer sees: the slot then holds no more than one written one by one.
+    def trim(self, slot: int) -> None:
+        """Give back blocks that were reserved and not written (rejected drafts), and blocks that
+        the next position no longer sees: as if all positions had been written one by one.
         """
         start = int(self.num_tokens[slot])
         held = -(-start // self.block_size)
-        for position in range(int(self.num_blocks[slot]) - 1, held - 1, -1):
-            for group in range(len(self._windows)):
-                block = int(self.tables[group, slot, position])
-                self.tables[group, slot, position] = -1
-                self.pool.release(block, keep=self.index.holds(block))
+        rejected = self.tables[:, slot, held : int(self.num_blocks[slot])]
+        self._release(rejected.T[::-1])
+        rejected.fill(-1)
         self.num_blocks[slot] = held
-        self._leave_behind(slot, start)
+        self._leave_window(slot, start)
 
-    # Branches, for the time of a step
+    # Branches, during a step
 
     def branch(self, slot: int, count: int) -> int | None:
-        """A row of ``tables`` in which the slot goes on otherwise, its next ``count`` positions
-        writable; None where rows or blocks do not suffice. The slot, whose next position is
-        reserved, stays as it is: what it has written so far both read, and of the block that it is
-        about to write the branch gets a copy.
+        """Take and return a row of ``tables`` with the slot's content and its own next ``count``
+        positions writable; None if there are not enough rows or blocks. The slot, whose next
+        position must be reserved, does not change. Both read what it has written so far; the branch
+        gets a copy of the block that is written next.
         """
         size = self.block_size
         start = int(self.num_tokens[slot])
@@ -423,16 +449,13 @@ class KvCache:
         if start % size:
             sources, copies = self.tables[:, slot, first], self.tables[:, row, first]
             self.copies += zip(sources.tolist(), copies.tolist(), strict=True)
-        self._branches[row] = _Branch(slot, first, end)
+        self._branches[row] = slot, first, end
         return row
 
     def adopt(self, row: int) -> None:
-        """The branch's slot goes on as in the branch, which is no more."""
-        branch = self._branches.pop(row)
-        slot, first, end = branch.slot, branch.first, branch.end
-        for group in range(len(self._windows)):
-            for block in self.tables[group, slot, first : int(self.num_blocks[slot])].tolist():
-                self.pool.release(block, keep=self.index.holds(block))
+        """Replace the slot's own blocks by the branch's, and give the branch's row back."""
+        slot, first, end = self._branches.pop(row)
+        self._release(self.tables[:, slot, first : int(self.num_blocks[slot])])
         self.tables[:, slot, first:] = self.tables[:, row, first:]
         self.num_blocks[slot] = end
         self._free_row(row, end)
@@ -443,18 +466,17 @@ class KvCache:
             self._drop(row)
 
     def _drop(self, row: int) -> None:
-        branch = self._branches.pop(row)
-        for block in self.tables[:, row, branch.first : branch.end].ravel().tolist():
-            self.pool.release(block, keep=False)
-        self._free_row(row, branch.end)
+        _, first, end = self._branches.pop(row)
+        self._release(self.tables[:, row, first:end])
+        self._free_row(row, end)
 
     def _free_row(self, row: int, end: int) -> None:
         self.tables[:, row, :end] = -1
         self._rows.append(row)
 
     def register(self, slot: int, tokens: array[int]) -> None:
-        """Enter the slot's newly filled blocks into the prefix index. ``tokens`` are the
-        sequence's, at least those written.
+        """Enter the slot's newly filled blocks into the prefix index. ``tokens``: of the sequence,
+        at least those written.
         """
         tip = self._tip[slot]
         if tip is None:
@@ -463,7 +485,7 @@ class KvCache:
         first, full = self._registered[slot], int(self.num_tokens[slot]) // size
         content = tokens[first * size : full * size].tobytes()
         stride = size * tokens.itemsize
-        writing = None if self.tiers is None else self.tiers.writing
+        saves = None if self.connectors is None else self.connectors.saves
         last = tip
         for at, blocks in enumerate(self.tables[:, slot, first:full].T.tolist()):
             node = index.add(last, content[at * stride : (at + 1) * stride])
@@ -473,12 +495,12 @@ class KvCache:
             for group, block in enumerate(blocks):
                 if block >= 0:
                     index.put(node, group, block)
-                    if writing is not None:
-                        writing.filled(node, group, block)
+                    if saves is not None:
+                        saves.queue.append((node, group, block))
             last = node
         else:
             self._tip[slot] = last
-        # Nodes between are kept by their children.
+        # Nodes in between are kept by their children.
         index.pin(last)
         index.unpin(tip)
         if self._tip[slot] is None:
@@ -487,23 +509,29 @@ class KvCache:
 
     # Inside
 
-    def _leave_behind(self, slot: int, start: int) -> None:
-        """Give back the blocks that a query at ``start`` no longer sees through its window."""
+    def _release(self, blocks: Int32) -> None:
+        """Give back blocks, in this order; -1 is a block that has not been loaded."""
+        for block in blocks.ravel().tolist():
+            if block >= 0:
+                self.pool.release(block, keep=self.index.holds(block))
+
+    def _leave_window(self, slot: int, start: int) -> None:
+        """Give back the blocks that a query at ``start`` no longer sees in its window."""
         for group, window in self._sliding:
             first = self._first[group]
-            while first[slot] < self._keep_from(slot, start, window):
-                block = int(self.tables[group, slot, first[slot]])
-                self.tables[group, slot, first[slot]] = -1
-                self.pool.release(block, keep=self.index.holds(block))
-                first[slot] += 1
+            if (end := self._keep_from(slot, start, window)) > first[slot]:
+                left = self.tables[group, slot, first[slot] : end]
+                self._release(left)
+                left.fill(-1)
+                first[slot] = end
 
     def _keep_from(self, slot: int, start: int, window: int) -> int:
-        """First block to keep: the window's first, and never past what is allocated."""
+        """Return the first block to keep: the window's first, at most the end of the allocated."""
         needed = max(0, start - window + 1) // self.block_size
         return min(needed, int(self.num_blocks[slot]))
 
     def _outside_window(self, slot: int) -> int:
-        """Blocks that `reserve` would free: nobody else refers to them."""
+        """Return how many blocks `reserve` would free: those without another reference."""
         start = int(self.num_tokens[slot])
         refs = self.pool.refs
         free = 0
@@ -514,7 +542,7 @@ class KvCache:
         return free
 
     def _tail(self, slot: int) -> list[int]:
-        """The block of the next position in each group, if it is allocated already."""
+        """Return the block of the next position in each group, if it is allocated already."""
         position = int(self.num_tokens[slot]) // self.block_size
         if position >= self.num_blocks[slot]:
             return []
@@ -526,26 +554,31 @@ class KvCache:
 
     def _allocate(self) -> int:
         block = self.pool.allocate()
-        if self.tiers is not None:
-            self.tiers.spill(block, self.index)
+        if self.connectors is not None:
+            self.connectors.save_overwritten(block, self.index)
         self.index.forget(block)
         return block
 
-    def check(self) -> None:
-        """Pool, tables and index agree; `RuntimeError` otherwise. For tests and idle moments."""
+    def check(self, prefetches: Iterable[Prefetch] = ()) -> None:
+        """Raise `RuntimeError` unless pool, tables, index and connectors agree. ``prefetches``: of
+        all waiting requests.
+        """
         self.pool.check()
         self.index.check()
-        for slot, (position, node, group) in self.loading:
-            if slot in self._slots or self.tables[group, slot, position] >= 0:
-                raise RuntimeError(f"slot {slot}: what is there is still to be loaded")
-            if node.refs == node.num_held:
-                raise RuntimeError(f"slot {slot}: a block is to be loaded for nobody")
+        for slot, to_load in self._to_load.items():
+            for position, node, group in to_load:
+                if slot in self._slots or self.tables[group, slot, position] >= 0:
+                    raise RuntimeError(f"slot {slot}: a block to be loaded is there already")
+                if node.refs == node.num_held:
+                    raise RuntimeError(f"slot {slot}: a block is to be loaded for nobody")
+        if self.connectors is not None:
+            self.connectors.check(prefetches, sum(map(len, self._to_load.values())))
         held = [self.tables[:, : len(self.num_tokens)].ravel()]
-        for row, branch in self._branches.items():
-            held.append(self.tables[:, row, branch.first : branch.end].ravel())
-            beginning = self.tables[:, (row, branch.slot), : branch.first]
+        for row, (slot, first, end) in self._branches.items():
+            held.append(self.tables[:, row, first:end].ravel())
+            beginning = self.tables[:, (row, slot), :first]
             if (beginning[:, 0] != beginning[:, 1]).any():
-                raise RuntimeError("a branch has another beginning than its slot")
+                raise RuntimeError("a branch and its slot begin with different blocks")
         named = np.concatenate(held)
         blocks, counts = np.unique(named[named >= 0], return_counts=True)
         refs = np.zeros(self.pool.num_blocks, dtype=np.int64)

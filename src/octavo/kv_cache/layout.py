@@ -16,8 +16,8 @@ from octavo.models.config import ModelConfig
 
 
 class KvDtype(StrEnum):
-    """The numbers of keys and values. int8 and int4 are codes with scales of their own for each
-    token and head, in the same block (kernels/kernels.h). fp8 is for plans of GPUs: no kernel here
+    """The number format of keys and values. int8 and int4 are codes with a scale for each token and
+    head, in the same block (kernels/kernels.h). fp8 is for plans of GPUs only: no kernel here
     computes with it (`served`).
     """
 
@@ -29,8 +29,8 @@ class KvDtype(StrEnum):
 
     @classmethod
     def of(cls, name: str) -> KvDtype:
-        """``name`` may also be "auto" (bf16), or vLLM's "bfloat16", "float16", "fp8_e4m3" or
-        "fp8_e5m2". Raises `ValueError`.
+        """Return the format of that name, which may also be "auto" (bf16), or vLLM's "bfloat16",
+        "float16", "fp8_e4m3" or "fp8_e5m2". Raise `ValueError`.
         """
         try:
             return cls(_KV_NAMES.get(name, name))
@@ -42,11 +42,11 @@ class KvDtype(StrEnum):
 
     @classmethod
     def served(cls) -> tuple[KvDtype, ...]:
-        """What the engine's cache can hold."""
+        """Return the formats that the engine's cache can hold."""
         return tuple(dtype for dtype in cls if dtype is not cls.FP8)
 
     def check_served(self) -> None:
-        """Raises `ValueError` for what no kernel here computes with."""
+        """Raise `ValueError` for a format that no kernel here computes with."""
         if self not in KvDtype.served():
             raise ValueError(
                 f"kv_cache_dtype {self} is for plans of GPUs: CPUs have no fp8 units, and no "
@@ -54,7 +54,7 @@ class KvDtype(StrEnum):
             )
 
     def token_bytes(self, head_dim: int) -> int:
-        """A token's key and value on one head, with their scales."""
+        """Return the bytes of a token's key and value on one head, with their scales."""
         match self:
             case KvDtype.INT8:  # keys in whole words of four; two scales of two bytes
                 return -(-head_dim // 4) * 4 + head_dim + 4
@@ -106,11 +106,11 @@ class KvLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes a token costs while it is inside every window."""
+        """KV bytes of a token while it is inside every window."""
         return self.block_bytes * len(self.groups) // self.block_size
 
     def place(self, layer: int) -> tuple[int, int]:
-        """(group, index within the group) of a layer."""
+        """Return (group, index within the group) of a layer. Raise `KeyError`."""
         for index, group in enumerate(self.groups):
             if layer in group.layers:
                 return index, group.layers.index(layer)
@@ -118,6 +118,7 @@ class KvLayout:
 
     @staticmethod
     def of(config: ModelConfig, block_size: int = 16, dtype: KvDtype = KvDtype.BF16) -> KvLayout:
+        """Return the layout for a model: groups of equal length, each with layers of one window."""
         kinds: dict[int | None, list[int]] = {}
         for index, layer in enumerate(config.layers):
             kinds.setdefault(layer.window, []).append(index)

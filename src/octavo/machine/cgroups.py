@@ -11,8 +11,8 @@ logger = logging.getLogger(__name__)
 
 
 def cgroups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
-    """The directories of this process's control groups and of their ancestors: of version 2, and
-    of version 1 for the controller ("cpu", "memory").
+    """Yield the directories of this process's control groups and of their ancestors: of version 2,
+    and of version 1 for the controller ("cpu", "memory").
 
     Inside a container the own path may not be visible; the mount point, which comes last, then is
     the own group. ``root`` is where /proc and /sys are found.
@@ -36,7 +36,7 @@ def cgroups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
 
 @cache
 def ignored(file: Path, what: str) -> None:
-    """Say that ``file`` is not ``what`` it should be: once, for limits are asked for often."""
+    """Log that ``file`` is not ``what`` it should be; only once, since it is read often."""
     try:
         said = repr(file.read_text(errors="replace").strip()[:50])
     except OSError as error:

@@ -10,7 +10,7 @@ from octavo.words import plural
 
 
 def usable_cpus() -> tuple[int, str]:
-    """Threads that can run at once, and where the number comes from, for the log.
+    """Return how many threads can run at once, and where the number comes from, for the log.
 
     The CPUs of the process's affinity mask (cpusets included), and no more than the CPU quota of
     its control groups, rounded up: with 1.5 CPUs two threads are right most of the time.
@@ -23,13 +23,15 @@ def usable_cpus() -> tuple[int, str]:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """The tightest CPU quota in CPUs over the process's control groups and their parents."""
+    """Return the tightest CPU quota in CPUs over the process's control groups and their parents."""
     quotas = [_quota(group) for group in cgroups("cpu", root)]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _quota(group: Path) -> float | None:
-    """``cpu.max`` of version 2: "max 100000" or "<quota> <period>" in microseconds; of version 1
+    """Return a group's quota.
+
+    It is ``cpu.max`` of version 2: "max 100000" or "<quota> <period>" in microseconds; of version 1
     ``cpu.cfs_quota_us`` (-1: none) over ``cpu.cfs_period_us``. A file that says something else is
     named in the log and counts as no quota.
     """

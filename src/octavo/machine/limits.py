@@ -1,9 +1,9 @@
 """What this machine can do at best: arithmetic, reading memory, and going from job to job.
 
-Every share of a limit that Octavo prints is of these. They are found by loops that do nothing else
-(kernels/machine_limits.h), on the engine's own threads, several ways of each tried and the best
-kept. Bandwidth drifts with what neighbours on the machine do, so whoever compares takes the limits
-again in the same run: ``Limits.measure(quick=True)``, a second or two.
+Every share of a limit that Octavo prints refers to these. Loops that do nothing else
+(kernels/machine_limits.h) find them, on the engine's own threads: several ways are tried for each
+limit, and the best is kept. Bandwidth drifts with what neighbours on the machine do, so whoever
+compares measures again in the same run: ``Limits.measure(quick=True)``, a second or two.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ class Limits:
         return _at(rates[arithmetic], threads)
 
     def bytes_per_second(self, threads: int | None = None, working_set: int | None = None) -> float:
-        """Reading ``working_set`` bytes over and over; None: more than any cache holds.
+        """Return the rate of reading ``working_set`` bytes over and over; None: more than any cache
+        holds.
 
         What is somewhat larger than the caches is in part still found there. The time of a pass
         grows with what is read, so between measured sizes it is the time that is read off.
@@ -172,7 +173,7 @@ class Limits:
         return _at(self.barrier, threads)
 
     def rates(self, threads: int | None = None, working_set: int | None = None) -> Rates:
-        """What a cost model takes; arguments as above."""
+        """Return the rates for a cost model; arguments as above."""
         return Rates(
             self.bytes_per_second(threads, working_set),
             self.ops_per_second("fp32", threads),
@@ -181,7 +182,7 @@ class Limits:
         )
 
     def summary(self, threads: int | None = None, working_set: int | None = None) -> dict[str, Any]:
-        """The limits that apply, by name, for a JSON row."""
+        """Return the limits that apply, by name, for a JSON row."""
         return {
             "date": self.date,
             "quick": self.quick,
@@ -218,14 +219,14 @@ class Limits:
             raise ValueError(f"not a machine's limits: {error}") from error
 
     def save(self) -> Path:
-        """Store as this machine's; returns the file."""
+        """Store as this machine's limits, and return the file."""
         path = stored_path()
         store(path, self.as_dict())
         return path
 
     @classmethod
     def load(cls) -> Self | None:
-        """What is stored for this machine and build; None, with a warning if it is unreadable."""
+        """Read what is stored for this machine and build; None, with a warning if unreadable."""
         path = stored_path()
         try:
             limits = cls.from_dict(json.loads(path.read_text()))
@@ -239,8 +240,8 @@ class Limits:
 
     @classmethod
     def stored(cls, progress: Progress = lambda _: None) -> Self:
-        """What is stored, if it still fits; or else measured now and stored, which is said
-        before.
+        """Return what is stored, if it still fits; else measure now, and store it. ``progress`` is
+        told before.
         """
         limits = cls.load()
         why = None if limits is None else misfit(limits)
@@ -265,8 +266,9 @@ class Limits:
 
 
 def misfit(limits: Limits) -> str | None:
-    """Why stored limits no longer fit this machine; None if they do. What is kept is of the same
-    CPU, cores and build; but it may be old, or the machine's speed another since.
+    """Return why stored limits no longer fit this machine; None if they do.
+
+    They are of the same CPU, cores and build, but may be old, or the machine's speed has changed.
     """
     age = datetime.now(UTC) - datetime.fromisoformat(limits.date)
     if not -timedelta(days=1) < age < timedelta(days=_OLD):
@@ -283,7 +285,7 @@ def misfit(limits: Limits) -> str | None:
 
 
 def _speed(stored: Rate) -> float:
-    """What the loop of an fp32 peak does now, at best, in a tenth of a second."""
+    """Return what the loop of an fp32 peak does now, at best, in a tenth of a second."""
     loops = [how for kind, how in _native.peak_loops() if kind == "fp32"]
     index = [kind for kind, _ in _native.peak_loops()].index("fp32")
     index += loops.index(stored.how) if stored.how in loops else 0
@@ -291,7 +293,9 @@ def _speed(stored: Rate) -> float:
 
 
 def _at(rates: tuple[Rate, ...], threads: int | None) -> float:
-    """The rate on ``threads`` (None: the most measured); between measured counts, in proportion."""
+    """Return the rate on ``threads`` (None: the most measured); between measured counts, in
+    proportion.
+    """
     if threads is None:
         return rates[-1].median
     return float(np.interp(threads, [r.threads for r in rates], [r.median for r in rates]))
@@ -316,12 +320,12 @@ def _threads(count: int) -> str:
 
 
 def _thread_counts(most: int) -> list[int]:
-    """1, 2, 4, … and all."""
+    """Return 1, 2, 4, … and all."""
     return sorted({1 << power for power in range(most.bit_length()) if 1 << power <= most} | {most})
 
 
 def _peak(pool: _native.ThreadPool, arithmetic: str, quick: bool) -> list[Rate]:
-    """The best of the loops of a kind (they come best first); none where the CPU has none."""
+    """Return the best loop of a kind (they come best first); none where the CPU has none."""
     loops = [(i, how) for i, (kind, how) in enumerate(_native.peak_loops()) if kind == arithmetic]
     rates = [
         Rate.of(pool.size, _native.measure_peak(pool, index, 4e-3, 12 if quick else 30), how)
@@ -339,7 +343,7 @@ class _Way(NamedTuple):
 
 
 def _ways(quick: bool) -> list[_Way]:
-    """Every way worth trying."""
+    """Return every way worth trying."""
     loops = _native.read_loops()
     widest = list(dict.fromkeys(loads for loads, _, _ in loops))[:2]
     ways = []
@@ -360,8 +364,9 @@ def _read(
     ways: list[_Way],
     rounds: int,
 ) -> tuple[Rate, list[_Way]]:
-    """Bytes a second of the best way, and the ways that came near it: all tried shortly, the best
-    three again for ``rounds`` of five repetitions.
+    """Return the best way's bytes a second, and the ways that came near it.
+
+    All are tried shortly, and the best three again for ``rounds`` of five repetitions.
     """
 
     def run(way: _Way, repetitions: int) -> list[float]:
@@ -379,8 +384,8 @@ def _read(
 
 
 def _working_sets(threads: int, caches: dict[int, tuple[int, int]]) -> list[tuple[str, int]]:
-    """What to read, by rising size in bytes: half of the threads' L2, half of their L3, and two,
-    four and eight times all the L3 that they reach.
+    """Return what to read, by rising size in bytes: half of the threads' L2, half of their L3, and
+    two, four and eight times all the L3 that they reach.
     """
     (l2, _), (l3, sharing) = caches[2], caches[3]
     in_l2 = l2 // 2 * threads
@@ -398,7 +403,7 @@ def _working_sets(threads: int, caches: dict[int, tuple[int, int]]) -> list[tupl
 
 
 def cache_sizes(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
-    """Bytes of the caches of level 2 and 3, and how many CPUs share one, from sysfs."""
+    """Read from sysfs the bytes of the caches of level 2 and 3, and how many CPUs share one."""
     sizes = dict(_CACHES)
     for folder in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*"):
         try:
@@ -431,12 +436,12 @@ def cpu_model() -> str:
 
 @cache
 def kernel_build() -> str:
-    """Names this build of the native module: another one may find other limits."""
+    """Return a name of this build of the native module: another may find other limits."""
     return hashlib.sha256(Path(_native.__file__).read_bytes()).hexdigest()[:16]
 
 
 def store(path: Path, facts: dict[str, Any]) -> None:
-    """Write it as JSON, whole or not at all; several processes may do so at once."""
+    """Write facts as JSON, whole or not at all; several processes may do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_suffix(f".{os.getpid()}")
     try:
@@ -448,13 +453,13 @@ def store(path: Path, facts: dict[str, Any]) -> None:
 
 
 def stored_path() -> Path:
-    """Beside the model cache, by CPU model, cores and kernel build."""
+    """Return the file beside the model cache, named by CPU model, cores and kernel build."""
     identity = f"{cpu_model()}\n{usable_cpus()[0]}\n{kernel_build()}"
     return cache_dir() / "limits" / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
 
 def highest(limits: Sequence[Limits], threads: int, working_set: int) -> Rates:
-    """The rates of several measurements, the highest of each: what holds in between is no more."""
+    """Return the highest of each rate of several measurements."""
     rates = [each.rates(threads, working_set) for each in limits]
     return Rates(
         max(rate.bytes_per_second for rate in rates),

@@ -10,7 +10,7 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of t
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can still be allocated without swapping or being killed.
+    """Return the bytes that can still be allocated without swapping or being killed.
 
     The least of the kernel's estimate (`MemAvailable`) and what each memory cgroup of this
     process, v1 or v2, leaves: its limit less its use, not counting file pages it can drop.
@@ -32,7 +32,7 @@ def _mem_available(root: Path) -> int:
 
 
 def _room(group: Path) -> int | None:
-    """Bytes the group leaves; None without a limit."""
+    """Return the bytes that the group leaves; None without a limit."""
     for limit, usage, droppable in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -62,7 +62,7 @@ def _stat(group: Path, key: str) -> int:
 
 
 def as_size(count: float) -> str:
-    """Bytes in the largest binary unit that they fill, in up to four digits: "92.7 MiB"."""
+    """Format bytes in the largest binary unit that they fill, in up to four digits: "92.7 MiB"."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

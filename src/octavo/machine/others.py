@@ -11,7 +11,7 @@ MUCH = 0.05  # of the processor: more makes times too long
 
 
 class Taken(NamedTuple):
-    """Over some time: means, in CPUs of those that this process may use."""
+    """Means over some time, in CPUs of those that this process may use."""
 
     others: float  # by other processes
     stolen: float  # by the host of a virtual machine
@@ -23,7 +23,7 @@ class Taken(NamedTuple):
 
     @property
     def text(self) -> str:
-        """For people; "" where others took little."""
+        """A sentence for people; "" where others took little."""
         if self.share <= MUCH:
             return ""
         host = f" and the machine's host {self.stolen:.1f}" if self.stolen >= 0.05 else ""
@@ -31,14 +31,14 @@ class Taken(NamedTuple):
 
 
 class Others:
-    """Counts from its making on. ``root`` is where /proc is found."""
+    """Count what others take from now on. ``root`` is where /proc is found."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._file = root / "proc/stat"
         self._from = self._now()
 
     def taken(self) -> Taken | None:
-        """Since it was made; None where the system does not say."""
+        """Return what was taken since it was made; None where the system does not say."""
         if self._from is None or (now := self._now()) is None:
             return None
         seconds, busy, stolen, own = (
@@ -49,7 +49,7 @@ class Others:
         return Taken(max(0.0, busy - own) / seconds, max(0.0, stolen) / seconds, cpus)
 
     def _now(self) -> tuple[float, float, float, float] | None:
-        """Seconds: of the clock, of these CPUs at work, stolen from them, and of this process."""
+        """Return seconds: of the clock, of CPUs at work, stolen from them, and of this process."""
         tick = os.sysconf("SC_CLK_TCK")
         allowed = os.sched_getaffinity(0)
         busy = stolen = 0

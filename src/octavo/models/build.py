@@ -1,4 +1,4 @@
-"""Writing a Program down: what the layers of all decoder families share.
+"""A builder of Programs: what the layers of all decoder families share.
 
 Values: ``x`` is the residual stream, ``h`` a row on its way into or out of half a layer.
 """
@@ -26,7 +26,7 @@ from octavo.models.program import (
 
 
 class Builder:
-    """Collects ops and the shapes of the weights they name, layer by layer."""
+    """Collect ops and the shapes of the weights they name, layer by layer."""
 
     def __init__(self, config: ModelConfig) -> None:
         c = self.config = config
@@ -47,55 +47,58 @@ class Builder:
         self._index = 0
         self._prefix = ""
 
+    def append(self, op: Op) -> None:
+        """Write down an op, and the shapes of its weights."""
+        self.ops.append(op)
+        self.weights |= op.weight_shapes(self.widths, self.config)
+
     def embed(self, scale: float) -> None:
-        self.weights["token_embd"] = (self.config.vocab_size, self.config.hidden_size)
-        self.ops.append(Embed("token_embd", "x", scale))
+        self.append(Embed("token_embd", "x", scale))
 
     def layers(self) -> Iterator[Layer]:
-        """The config's layers; what is written meanwhile belongs to the one that is out."""
+        """Yield the config's layers; what is written meanwhile belongs to the current one."""
         for index, layer in enumerate(self.config.layers):
             self._index, self._prefix = index, f"layers.{index}."
             yield layer
         self._prefix = ""
 
+    def role(self, name: str) -> str:
+        """Return the role of a weight: of the current layer, or of none."""
+        return self._prefix + name
+
     def norm(self, x: str, name: str, out: str, group: int = 0, scale: float = 1.0) -> None:
-        weight = self._prefix + name
-        self.weights[weight] = (group or self.widths[x],)
-        self.ops.append(RmsNorm(x, weight, out, self.eps, group, scale))
+        self.append(RmsNorm(x, self.role(name), out, self.eps, group, scale))
 
     def linear(self, x: str, name: str, out: str) -> None:
-        weight, bias = self._prefix + name, None
-        self.weights[weight] = (self.widths[out], self.widths[x])
-        if name in self.config.biases:
-            bias = f"{weight}.bias"
-            self.weights[bias] = (self.widths[out],)
-        self.ops.append(Linear(x, weight, out, bias))
+        weight = self.role(name)
+        bias = f"{weight}.bias" if name in self.config.biases else None
+        self.append(Linear(x, weight, out, bias))
 
     def project_qkv(self, x: str) -> None:
         self.linear(x, "attn_q", "q")
         self.linear(x, "attn_k", "k")
         self.linear(x, "attn_v", "v")
 
-    def attend(self, layer: Layer) -> None:
-        """From q, k and v to h."""
+    def attend(self, layer: Layer, out: str = "h") -> None:
+        """Write down attention, from q, k and v to ``out``."""
         c, index = self.config, self._index
-        self.ops.append(RopeAndStoreKv("q", "k", "v", index, layer.rope))
-        self.ops.append(
+        self.append(RopeAndStoreKv("q", "k", "v", index, layer.rope))
+        self.append(
             PagedAttention("q", "attn", index, c.attention_scale, layer.window, c.attention_softcap)
         )
-        self.linear("attn", "attn_output", "h")
+        self.linear("attn", "attn_output", out)
 
-    def feed_forward(self, x: str, experts: Experts | None = None) -> None:
-        """A gated feed-forward layer, or experts that are each one, from x to h."""
+    def feed_forward(self, x: str, experts: Experts | None = None, out: str = "h") -> None:
+        """Write down a gated feed-forward layer, or experts, from x to ``out``."""
         if experts is not None:
-            self._sparse_feed_forward(x, experts)
+            self._sparse_feed_forward(x, experts, out)
             return
         self.linear(x, "ffn_gate", "gate")
         self.linear(x, "ffn_up", "up")
-        self.ops.append(GatedActivation("gate", "up", "gate", self.config.activation))
-        self.linear("gate", "ffn_down", "h")
+        self.append(GatedActivation("gate", "up", "gate", self.config.activation))
+        self.linear("gate", "ffn_down", out)
 
-    def _sparse_feed_forward(self, x: str, experts: Experts) -> None:
+    def _sparse_feed_forward(self, x: str, experts: Experts, out: str) -> None:
         wide = experts.chosen * experts.intermediate_size
         self.widths |= {
             "router": experts.count,
@@ -105,28 +108,24 @@ class Builder:
             "expert_out": experts.chosen * self.config.hidden_size,
         }
         activation = self.config.activation
+
+        def linear(x: str, name: str, out: str) -> None:
+            self.append(ExpertLinear(x, "route", self.role(name), out, experts))
+
         self.linear(x, "ffn_gate_inp", "router")
-        self.ops.append(Route("router", "route", experts))
-        self._expert_linear(x, "ffn_gate_exps", "expert_gate", experts)
-        self._expert_linear(x, "ffn_up_exps", "expert_up", experts)
-        self.ops.append(GatedActivation("expert_gate", "expert_up", "expert_gate", activation))
-        self._expert_linear("expert_gate", "ffn_down_exps", "expert_out", experts)
-        self.ops.append(Combine("expert_out", "route", "h", experts))
+        self.append(Route("router", "route", experts))
+        linear(x, "ffn_gate_exps", "expert_gate")
+        linear(x, "ffn_up_exps", "expert_up")
+        self.append(GatedActivation("expert_gate", "expert_up", "expert_gate", activation))
+        linear("expert_gate", "ffn_down_exps", "expert_out")
+        self.append(Combine("expert_out", "route", out, experts))
 
-    def _expert_linear(self, x: str, name: str, out: str, experts: Experts) -> None:
-        sizes = (experts.intermediate_size, self.config.hidden_size)
-        op = ExpertLinear(x, "route", self._prefix + name, out, experts)
-        shape = sizes[::-1] if out == "expert_out" else sizes
-        self.weights |= dict.fromkeys(op.weights, shape)
-        self.ops.append(op)
-
-    def add(self) -> None:
-        """h joins the residual stream."""
-        self.ops.append(Add("x", "h", "x"))
+    def add(self, h: str = "h") -> None:
+        """Add a value to the residual stream."""
+        self.append(Add("x", h, "x"))
 
     def head(self) -> Program:
         c = self.config
         self.norm("x", "output_norm", "x", scale=c.logits_scale)
-        self.weights[c.head] = (c.vocab_size, c.hidden_size)
-        self.ops.append(Logits("x", c.head, c.logits_softcap))
+        self.append(Logits("x", c.head, c.logits_softcap))
         return Program(c, tuple(self.ops), self.widths, self.weights)

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 
+import numpy as np
+import numpy.typing as npt
+
 MAX_EXPERTS = 1024
 
 
@@ -44,13 +47,20 @@ class Rope:
     theta: float
     dim: int  # leading dimensions of each head that are rotated
     interleaved: bool  # pairs (2i, 2i+1) (GGUF "norm") or (i, i+dim/2) ("neox")
-    scale: float = 1.0  # position scale: 1/factor for linear scaling
+    scale: float = 1.0  # of positions: 1/factor for linear scaling; 0: nothing is rotated
     factors: tuple[float, ...] = ()  # per-pair divisors (Llama-3, YaRN), dim/2 of them, or none
     magnitude: float = 1.0  # of queries and keys alike (YaRN, LongRoPE)
     by_length: LongRope | DynamicNtk | None = None
 
+    @property
+    def frequencies(self) -> npt.NDArray[np.float64]:
+        """The angle of each pair that a position adds; [dim / 2]."""
+        pairs = np.arange(self.dim // 2)
+        frequencies = self.scale * self.theta ** (-2.0 * pairs / self.dim)
+        return frequencies / np.asarray(self.factors) if self.factors else frequencies
+
     def for_length(self, length: int) -> Rope:
-        """The rotation for an engine whose longest sequence has ``length`` tokens.
+        """Return the rotation for an engine whose longest sequence has ``length`` tokens.
 
         It is fixed once: a key already in the cache must not depend on what comes after it.
         """
@@ -76,7 +86,7 @@ class Experts:
     renormalize: bool  # the chosen ones' shares add up to one
 
     def expected(self, tokens: int) -> float:
-        """How many distinct experts so many tokens go to, were all choices equally likely:
+        """Return how many distinct experts so many tokens go to, if all choices are equally likely:
         E (1 - (1 - k/E)^n).
         """
         missed: float = (1.0 - self.chosen / self.count) ** tokens
@@ -181,7 +191,7 @@ class ModelConfig:
                 raise ValueError(f"layer {index}: rope dim {rope.dim} does not fit the head")
             for name in ("theta", "scale", "magnitude"):
                 value = getattr(rope, name)
-                if not 0.0 < value < inf:
+                if not 0.0 < value < inf and (name, value) != ("scale", 0.0):
                     raise ValueError(f"layer {index}: rope {name} {value} is not a positive number")
             later: tuple[float, ...] = ()
             match rope.by_length:
@@ -204,8 +214,8 @@ class ModelConfig:
 
     @property
     def default_length(self) -> int:
-        """The longest sequence if nobody asks for longer ones: the context of training where the
-        rotary positions of longer sequences are others for all sequences, else the whole context.
+        """The longest sequence unless a longer one is asked for. It is the context of training
+        where longer sequences change the rotary positions of all, else the whole context.
         """
         if self.fixed_from is not None:
             return self.fixed_from
@@ -213,7 +223,7 @@ class ModelConfig:
         return min([self.context_length, *(rule.original for rule in rules if rule is not None)])
 
     def rope_of_length(self, length: int) -> str | None:
-        """Which rotary positions sequences of up to ``length`` tokens get, where that depends."""
+        """Describe the rotary positions of sequences of up to ``length`` tokens, where they vary."""
         rule = next((each.rope.by_length for each in self.layers if each.rope.by_length), None)
         if rule is None:
             return None
@@ -228,11 +238,11 @@ class ModelConfig:
 
     @property
     def experts(self) -> Experts | None:
-        """Of the layers that have any."""
+        """The experts of the layers that have any."""
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
     def for_length(self, length: int) -> ModelConfig:
-        """The same model with the rotary positions of sequences of up to ``length`` tokens."""
+        """Return the model with the rotary positions of sequences of up to ``length`` tokens."""
         if all(layer.rope.by_length is None for layer in self.layers):
             return self
         layers = (replace(layer, rope=layer.rope.for_length(length)) for layer in self.layers)

@@ -1,10 +1,12 @@
-"""The model families: one file each, a function from a shape to its computation."""
+"""The model families: a file for each architecture, with a function from a shape to its
+computation.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from octavo.models import gemma2, gemma3, granite, llama, mixtral, olmo2, qwen3, qwen3_moe
+from octavo.models import gemma2, gemma3, granite, llama, olmo2, qwen3
 from octavo.models.config import ModelConfig
 from octavo.models.program import Program
 
@@ -17,14 +19,14 @@ FAMILIES: dict[str, Callable[[ModelConfig], Program]] = {
     "phi3": llama.program,
     "granite": granite.program,
     "olmo2": olmo2.program,
-    "mixtral": mixtral.program,
-    "qwen3moe": qwen3_moe.program,
+    "mixtral": llama.program,
+    "qwen3moe": qwen3.program,
 }
 
 
 def program(config: ModelConfig, max_model_len: int | None = None) -> Program:
-    """The Program of a model, for sequences of up to ``max_model_len`` tokens (None: as many as
-    it admits by default).
+    """Return the Program of a model, for sequences of up to ``max_model_len`` tokens (None: as many
+    as it admits by default).
 
     The length matters only to rotary positions that depend on it (`Rope.for_length`). Raises
     `ValueError` when the family is not supported.

@@ -2,7 +2,8 @@
 
 Pre-norm decoder: RMS norm, grouped-query attention with rotary positions, RMS norm, SwiGLU. So are
 Llama 2 and 3, SmolLM and Mistral (with a window); Qwen2 (Yang et al., 2024) has biases on q, k and
-v, and Phi-3 (Abdin et al., 2024) stores fused matrices, which its checkpoints' readers split.
+v, Phi-3 (Abdin et al., 2024) stores fused matrices, which its checkpoints' readers split, and
+Mixtral (Jiang et al., 2024) has sparse experts in place of every feed-forward layer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,6 @@ def program(c: ModelConfig) -> Program:
         b.attend(layer)
         b.add()
         b.norm("x", "ffn_norm", "h")
-        b.feed_forward("h")
+        b.feed_forward("h", layer.experts)
         b.add()
     return b.head()

@@ -3,41 +3,191 @@
 A Program is a straight list of ops over named values. Each value is a matrix of shape
 [tokens, width]; the number of tokens is the only free dimension. A name is a buffer: it may be
 written again, also by an op that reads it (``x = x + h``). Ops name their weights by role
-(``layers.3.attn_q``); the weights themselves come from the checkpoint. The native executor lowers
-a Program to kernels, the cost executor counts its bytes and operations.
+(``layers.3.attn_q``); the weights themselves come from the checkpoint.
+
+An op is defined here and nowhere else: what it reads and writes, the shapes of its weights, what it
+costs, and what it means (`Op.compute`, in numpy). An op of rows (`RowOp`) also names the kernel
+that computes it. What is left is how the native executor lowers the others to its kernels
+(executor/native/lower.py).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from octavo.models.config import Activation, Experts, ModelConfig, Rope
 
+Float32 = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.integer]
+Values = dict[str, Float32]  # [sequences, tokens, width] by name
+Shapes = dict[str, tuple[int, ...]]  # by role, outermost first ([out, in] for matrices)
+
+QUERIES = 256  # whose scores are held at a time: a long sequence needs no square of its length
+
+
+class KeyValues(Protocol):
+    """Where the tokens stand, and what they attend to."""
+
+    def positions(self, tokens: int) -> Ids:
+        """Return the positions of the values' tokens."""
+        ...
+
+    def store(self, layer: int, keys: Float32, values: Float32) -> None:
+        """Keep the keys and values [sequences, tokens, KV width] of a layer."""
+        ...
+
+    def attend(self, queries: Float32, op: PagedAttention) -> Float32:
+        """Return what the queries find among all keys of their own sequence."""
+        ...
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """What ops are computed on in numpy. Weights are in fp32, by role."""
+
+    config: ModelConfig
+    weights: Mapping[str, Float32]
+    values: Values
+    token_ids: Ids | None  # [sequences, tokens]
+    kv: KeyValues
+
+
+class Work(NamedTuple):
+    """What an op moves and computes, whatever its tokens have before them."""
+
+    ops: int = 0  # arithmetic operations a token
+    weights: tuple[str, ...] = ()  # roles that a step reads whole
+    row_of: str | None = None  # a role of which each token reads a row
+    matrix: str | None = None  # the role whose format decides what multiplies
+    experts: Experts | None = None  # ``weights`` are theirs: those that tokens go to are read
+
+
+class RowFunction(NamedTuple):
+    """A kernel that makes a row of the output of a row of each input (tier/elementwise.cpp).
+
+    ``weights`` are vectors of ``group`` elements, each multiplied by a factor beforehand.
+    """
+
+    kernel: str
+    weights: tuple[tuple[str, float], ...] = ()
+    numbers: tuple[float, ...] = ()
+    group: int = 0  # elements of a row that the kernel takes at a time; 0: the whole row
+
+
+class Op(ABC):
+    """One step of a Program. ``READS`` and ``WRITES`` are the fields that name its values; one that
+    it changes and nobody reads later need not be among them.
+    """
+
+    __slots__ = ()
+    READS: ClassVar[tuple[str, ...]] = ("x",)
+    WRITES: ClassVar[tuple[str, ...]] = ("out",)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The values that it reads."""
+        return tuple(getattr(self, field) for field in self.READS)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The values that it writes."""
+        return tuple(getattr(self, field) for field in self.WRITES)
+
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        """Return the shapes of its weights, where values are as wide as ``widths``."""
+        return {}
+
+    @abstractmethod
+    def work(self, program: Program) -> Work | None:
+        """Return its cost; None where that depends on the context (`PagedAttention`)."""
+
+    @abstractmethod
+    def compute(self, at: Evaluation) -> None:
+        """Write its values from those that it reads."""
+
+
+class RowOp(Op):
+    """An op of each row by itself, from all it reads to one output, that a kernel computes."""
+
+    __slots__ = ()
+    label: ClassVar[str]  # in profiles
+
+    @abstractmethod
+    def row_function(self) -> RowFunction:
+        """Return the kernel and what it takes."""
+
 
 @dataclass(frozen=True, slots=True)
-class Embed:
+class Program:
+    """``widths`` gives every value's elements per token; ``weights`` every weight's shape."""
+
+    config: ModelConfig
+    ops: tuple[Op, ...]
+    widths: dict[str, int]
+    weights: Shapes
+
+    def elements(self, role: str) -> int:
+        """Return how many numbers a weight has."""
+        return prod(self.weights[role])
+
+
+# --- tokens and rows -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Embed(Op):
     """out[t] = scale * weight[token_ids[t]]."""
+
+    READS = ()
 
     weight: str
     out: str
     scale: float = 1.0
 
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        return {self.weight: (config.vocab_size, widths[self.out])}
+
+    def work(self, program: Program) -> Work:
+        return Work(row_of=self.weight)
+
+    def compute(self, at: Evaluation) -> None:
+        if at.token_ids is None:
+            raise ValueError("there is an embedding to do and there are no token ids")
+        at.values[self.out] = at.weights[self.weight][at.token_ids] * np.float32(self.scale)
+
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class Input(Op):
     """out = the rows that a step brings with its tokens, or in place of tokens."""
+
+    READS = ()
 
     out: str
 
+    def work(self, program: Program) -> Work:
+        return Work()
+
+    def compute(self, at: Evaluation) -> None:
+        if self.out not in at.values:
+            raise ValueError(f"there are no rows for {self.out}")
+
 
 @dataclass(frozen=True, slots=True)
-class RmsNorm:
+class RmsNorm(RowOp):
     """out = x / sqrt(mean(x²) + eps) * (scale * weight), over groups of ``group`` elements.
 
-    A group of 0 is the whole row.
-
-    With ``group`` = head_dim it is the per-head q/k norm; the weight then has ``group`` elements.
+    A group of 0 is the whole row. With ``group`` = head_dim it is the per-head q/k norm; the weight
+    then has ``group`` elements.
     """
+
+    label = "norm"
 
     x: str
     weight: str
@@ -46,9 +196,101 @@ class RmsNorm:
     group: int = 0
     scale: float = 1.0
 
+    def row_function(self) -> RowFunction:
+        return RowFunction("rms_norm", ((self.weight, self.scale),), (self.eps,), self.group)
+
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        return {self.weight: (self.group or widths[self.x],)}
+
+    def work(self, program: Program) -> Work:
+        return Work(4 * program.widths[self.x], (self.weight,))
+
+    def compute(self, at: Evaluation) -> None:
+        x = at.values[self.x]
+        rows = x.reshape(*x.shape[:-1], -1, self.group or x.shape[-1])
+        mean = np.square(rows).mean(axis=-1, keepdims=True)
+        weight = at.weights[self.weight] * np.float32(self.scale)
+        out: Float32 = rows / np.sqrt(mean + np.float32(self.eps)) * weight
+        at.values[self.out] = out.reshape(x.shape)
+
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Add(RowOp):
+    """out = x + y."""
+
+    READS = ("x", "y")
+    label = "add"
+
+    x: str
+    y: str
+    out: str
+
+    def row_function(self) -> RowFunction:
+        return RowFunction("add")
+
+    def work(self, program: Program) -> Work:
+        return Work(program.widths[self.x])
+
+    def compute(self, at: Evaluation) -> None:
+        at.values[self.out] = at.values[self.x] + at.values[self.y]
+
+
+@dataclass(frozen=True, slots=True)
+class Activate(RowOp):
+    """out = activation(x)."""
+
+    label = "activate"
+
+    x: str
+    out: str
+    activation: Activation
+
+    def row_function(self) -> RowFunction:
+        return RowFunction(self.activation.value)
+
+    def work(self, program: Program) -> Work:
+        return Work(9 * program.widths[self.x])
+
+    def compute(self, at: Evaluation) -> None:
+        at.values[self.out] = activate(at.values[self.x], self.activation)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedActivation(RowOp):
+    """out = activation(gate) * up."""
+
+    READS = ("gate", "up")
+    label = "gate"
+
+    gate: str
+    up: str
+    out: str
+    activation: Activation
+
+    def row_function(self) -> RowFunction:
+        return RowFunction(self.activation.value)
+
+    def work(self, program: Program) -> Work:
+        return Work(10 * program.widths[self.gate])
+
+    def compute(self, at: Evaluation) -> None:
+        at.values[self.out] = activate(at.values[self.gate], self.activation) * at.values[self.up]
+
+
+def activate(x: Float32, activation: Activation) -> Float32:
+    one = np.float32(1.0)
+    if activation is Activation.SILU:
+        with np.errstate(over="ignore"):  # to infinity, whose inverse is the 0 that is meant
+            return (x / (one + np.exp(-x))).astype(np.float32, copy=False)
+    inner = np.float32(np.sqrt(2.0 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
+    return (np.float32(0.5) * x * (one + np.tanh(inner))).astype(np.float32, copy=False)
+
+
+# --- matrices ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(Op):
     """out = x @ weight.T (+ bias); weight is [out_features, in_features]."""
 
     x: str
@@ -56,10 +298,64 @@ class Linear:
     out: str
     bias: str | None = None
 
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        outputs = widths[self.out]
+        bias: Shapes = {} if self.bias is None else {self.bias: (outputs,)}
+        return {self.weight: (outputs, widths[self.x])} | bias
+
+    def work(self, program: Program) -> Work:
+        weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        return Work(2 * program.elements(self.weight), weights, matrix=self.weight)
+
+    def compute(self, at: Evaluation) -> None:
+        out = multiply(at.values[self.x], at.weights[self.weight])
+        at.values[self.out] = out if self.bias is None else out + at.weights[self.bias]
+
 
 @dataclass(frozen=True, slots=True)
-class RopeAndStoreKv:
+class Logits(Op):
+    """logits = softcap(x[rows that want logits] @ weight.T); the last op of a Program."""
+
+    WRITES = ()
+
+    x: str
+    weight: str
+    softcap: float = 0.0
+
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        return {self.weight: (config.vocab_size, widths[self.x])}
+
+    def work(self, program: Program) -> Work:
+        return Work(2 * program.elements(self.weight), (self.weight,), matrix=self.weight)
+
+    def compute(self, at: Evaluation) -> None:
+        """Write ``values["logits"]``, of all rows."""
+        found = multiply(at.values[self.x], at.weights[self.weight])
+        at.values["logits"] = soft_cap(found, self.softcap)
+
+
+def multiply(x: Float32, weight: Float32) -> Float32:
+    """Return ``x @ weight.T``: all tokens of all sequences in one product."""
+    out: Float32 = x.reshape(-1, x.shape[-1]) @ weight.T
+    return out.reshape(*x.shape[:-1], len(weight))
+
+
+def soft_cap(x: Float32, cap: float) -> Float32:
+    if not cap:
+        return x
+    capped: Float32 = np.float32(cap) * np.tanh(x / np.float32(cap))
+    return capped
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RopeAndStoreKv(Op):
     """Rotate q and k in place by position; write k and v to the sequence's block of ``layer``."""
+
+    READS = ("q", "k", "v")
+    WRITES = ("q",)
 
     q: str
     k: str
@@ -67,13 +363,39 @@ class RopeAndStoreKv:
     layer: int
     rope: Rope
 
+    def work(self, program: Program) -> Work:
+        return Work(6 * (program.widths[self.q] + program.widths[self.k]))
+
+    def compute(self, at: Evaluation) -> None:
+        for name in (self.q, self.k):
+            at.values[name] = self._rotated(at.values[name], at)
+        at.kv.store(self.layer, at.values[self.k], at.values[self.v])
+
+    def _rotated(self, x: Float32, at: Evaluation) -> Float32:
+        """Return every head rotated to its token's position; angles are in float64."""
+        rope = self.rope
+        heads = x.reshape(*x.shape[:2], -1, at.config.head_dim).copy()
+        angles = at.kv.positions(x.shape[1])[:, None, None] * rope.frequencies
+        cosine = (rope.magnitude * np.cos(angles)).astype(np.float32, copy=False)
+        sine = (rope.magnitude * np.sin(angles)).astype(np.float32, copy=False)
+        half = rope.dim // 2
+        first, second = slice(0, half), slice(half, rope.dim)
+        if rope.interleaved:
+            first, second = slice(0, rope.dim, 2), slice(1, rope.dim, 2)
+        a, b = heads[..., first].copy(), heads[..., second].copy()
+        heads[..., first] = a * cosine - b * sine
+        heads[..., second] = a * sine + b * cosine
+        return heads.reshape(x.shape)
+
 
 @dataclass(frozen=True, slots=True)
-class PagedAttention:
+class PagedAttention(Op):
     """out = softmax(softcap(scale * q·k)) v over the cached keys of each token's own sequence.
 
     A query at position p sees keys max(0, p - window + 1) … p (all of 0 … p without a window).
     """
+
+    READS = ("q",)
 
     q: str
     out: str
@@ -82,28 +404,58 @@ class PagedAttention:
     window: int | None = None
     softcap: float = 0.0
 
+    def work(self, program: Program) -> None:
+        """Nothing that is the same in any context: `CostModel` counts the keys that are seen."""
+
+    def compute(self, at: Evaluation) -> None:
+        at.values[self.out] = at.kv.attend(at.values[self.q], self)
+
+
+def attend(
+    q: Float32,
+    k: Float32,
+    v: Float32,
+    head_dim: int,
+    op: PagedAttention,
+    start: int = 0,
+    first_key: int = 0,
+) -> Float32:
+    """Return the causal attention of query heads on their group's KV head, some queries at a time.
+
+    The first query is at position ``start``, the first key at ``first_key``.
+    """
+    sequences, tokens, _ = q.shape
+    out = np.empty_like(q)
+    kv_heads, stored_tokens = k.shape[-1] // head_dim, k.shape[1]
+    # [sequences, KV heads, (query heads of one,) tokens, head_dim]
+    queries = q.reshape(sequences, tokens, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+    keys = k.reshape(sequences, stored_tokens, kv_heads, 1, head_dim).transpose(0, 2, 3, 4, 1)
+    stored = v.reshape(sequences, stored_tokens, kv_heads, 1, head_dim).transpose(0, 2, 3, 1, 4)
+    result = out.reshape(sequences, tokens, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+    for done in range(0, tokens, QUERIES):
+        count = min(QUERIES, tokens - done)
+        begin, end = start + done, start + done + count
+        first = first_key if op.window is None else max(first_key, begin - op.window + 1)
+        within = slice(first - first_key, end - first_key)
+        scaled = (queries[..., done : done + count, :] * op.scale).astype(np.float32, copy=False)
+        scores = soft_cap(scaled @ keys[..., within], op.softcap)
+        distance = np.arange(begin, end)[:, None] - np.arange(first, end)[None, :]
+        seen = distance >= 0
+        if op.window is not None:
+            seen &= distance < op.window
+        scores += np.where(seen, np.float32(0.0), np.float32(-np.inf))
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        total = scores.sum(axis=-1, keepdims=True)
+        result[..., done : done + count, :] = scores @ stored[..., within, :] / total
+    return out
+
+
+# --- experts -------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True)
-class Activate:
-    """out = activation(x)."""
-
-    x: str
-    out: str
-    activation: Activation
-
-
-@dataclass(frozen=True, slots=True)
-class GatedActivation:
-    """out = activation(gate) * up."""
-
-    gate: str
-    up: str
-    out: str
-    activation: Activation
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(Op):
     """out[t] = the ``experts.chosen`` experts with the largest ``logits`` of a token, largest first
     and of equal ones the first, then their weights: softmax over all experts or, renormalized, over
     the chosen.
@@ -111,18 +463,36 @@ class Route:
     What follows up to `Combine` is of these choices; there is no other `Route` in between.
     """
 
+    READS = ("logits",)
+
     logits: str  # as wide as there are experts
     out: str
     experts: Experts
 
+    def work(self, program: Program) -> Work:
+        return Work(4 * program.widths[self.logits])
+
+    def compute(self, at: Evaluation) -> None:
+        """Write each token's experts (as numbers), then their weights."""
+        logits = at.values[self.logits]
+        chosen = np.argsort(-logits, axis=-1, kind="stable")[..., : self.experts.chosen]
+        shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        shares /= shares.sum(axis=-1, keepdims=True)
+        picked = np.take_along_axis(shares, chosen, axis=-1)
+        if self.experts.renormalize:
+            picked /= picked.sum(axis=-1, keepdims=True)
+        at.values[self.out] = np.concatenate([chosen.astype(np.float32), picked], axis=-1)
+
 
 @dataclass(frozen=True, slots=True)
-class ExpertLinear:
+class ExpertLinear(Op):
     """out[t, j] = x[t, j] @ weight[e].T, where e is the j-th choice of token t.
 
     ``x`` is one row a token for all its experts, or a row for each of them side by side, as ``out``
     is. The experts' matrices, each [out_features, in_features], are called ``weight.0``, …
     """
+
+    READS = ("x", "route")
 
     x: str
     route: str
@@ -134,57 +504,54 @@ class ExpertLinear:
     def weights(self) -> tuple[str, ...]:
         return tuple(f"{self.weight}.{index}" for index in range(self.experts.count))
 
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        inner, hidden = self.experts.intermediate_size, config.hidden_size
+        out_of_hidden = widths[self.x] == hidden and widths[self.out] == self.experts.chosen * inner
+        return dict.fromkeys(self.weights, (inner, hidden) if out_of_hidden else (hidden, inner))
+
+    def work(self, program: Program) -> Work:
+        first = self.weights[0]
+        ops = 2 * program.elements(first) * self.experts.chosen
+        return Work(ops, self.weights, matrix=first, experts=self.experts)
+
+    def compute(self, at: Evaluation) -> None:
+        """Go expert by expert, over the tokens that chose it."""
+        x, choices = at.values[self.x], at.values[self.route]
+        outputs, inputs = at.weights[self.weights[0]].shape
+        chosen, rows = slots(x, choices, self.experts, inputs)
+        out = np.empty((*chosen.shape, outputs), np.float32)
+        for expert, role in enumerate(self.weights):
+            of = chosen == expert
+            out[of] = rows[of] @ at.weights[role].T
+        at.values[self.out] = out.reshape(*x.shape[:-1], -1)
+
 
 @dataclass(frozen=True, slots=True)
-class Combine:
+class Combine(Op):
     """out[t] = sum of x[t, j] by the weights of the token's choices, in their order."""
+
+    READS = ("x", "route")
 
     x: str
     route: str
     out: str
     experts: Experts
 
+    def work(self, program: Program) -> Work:
+        return Work(2 * program.widths[self.x])
 
-@dataclass(frozen=True, slots=True)
-class Add:
-    """out = x + y."""
-
-    x: str
-    y: str
-    out: str
-
-
-@dataclass(frozen=True, slots=True)
-class Logits:
-    """logits = softcap(x[rows that want logits] @ weight.T); the last op of a Program."""
-
-    x: str
-    weight: str
-    softcap: float = 0.0
+    def compute(self, at: Evaluation) -> None:
+        shares = at.values[self.route][..., self.experts.chosen :, np.newaxis]
+        rows = at.values[self.x].reshape(*shares.shape[:-1], -1)
+        at.values[self.out] = (shares * rows).sum(axis=-2)
 
 
-Op = (
-    Embed
-    | Input
-    | RmsNorm
-    | Linear
-    | RopeAndStoreKv
-    | PagedAttention
-    | Activate
-    | GatedActivation
-    | Route
-    | ExpertLinear
-    | Combine
-    | Add
-    | Logits
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """``widths`` gives every value's elements per token; ``weights`` every weight's shape."""
-
-    config: ModelConfig
-    ops: tuple[Op, ...]
-    widths: dict[str, int]
-    weights: dict[str, tuple[int, ...]]  # role -> shape, outermost first ([out, in] for matrices)
+def slots(
+    x: Float32, choices: Float32, experts: Experts, inputs: int
+) -> tuple[npt.NDArray[np.intp], Float32]:
+    """Return, for every token's choices, which expert it is and what goes into it: [tokens, chosen]
+    and [tokens, chosen, inputs].
+    """
+    chosen = choices[..., : experts.chosen].reshape(-1, experts.chosen).astype(np.intp)
+    rows = x.reshape(len(chosen), -1, inputs)
+    return chosen, np.broadcast_to(rows, (*chosen.shape, inputs))

@@ -1,4 +1,7 @@
-"""Qwen3, dense (Yang et al., 2025): Llama with q and k normalised a head."""
+"""Qwen3 (Yang et al., 2025): Llama with q and k normalised head by head.
+
+Qwen3-MoE has sparse experts in place of some feed-forward layers.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,6 @@ def program(c: ModelConfig) -> Program:
         b.attend(layer)
         b.add()
         b.norm("x", "ffn_norm", "h")
-        b.feed_forward("h")
+        b.feed_forward("h", layer.experts)
         b.add()
     return b.head()

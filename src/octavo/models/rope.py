@@ -12,7 +12,8 @@ from math import ceil, floor, log, pi, sqrt
 def llama3_factors(
     theta: float, dim: int, factor: float, low: float, high: float, original: int
 ) -> tuple[float, ...]:
-    """Llama 3.1 (Grattafiori et al., 2024): short wavelengths stay, long ones stretch.
+    """Return the divisors of Llama 3.1 (Grattafiori et al., 2024): short wavelengths stay, long
+    ones stretch.
 
     ``low`` and ``high`` are rotations over the ``original`` context between which it is blended.
     """
@@ -33,7 +34,8 @@ def yarn_factors(
     slow: float = 1.0,
     truncate: bool = True,
 ) -> tuple[float, ...]:
-    """YaRN (Peng et al., 2023, section 3.2), its ramp over the pairs as `transformers` has it.
+    """Return the divisors of YaRN (Peng et al., 2023, section 3.2), its ramp over the pairs as
+    `transformers` has it.
 
     Pairs that rotate more than ``fast`` times over the ``original`` context stay, those below
     ``slow`` stretch.
@@ -56,10 +58,12 @@ def yarn_factors(
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """YaRN's temperature as a magnitude of queries and keys (section 3.3)."""
+    """Return YaRN's temperature as a magnitude of queries and keys (section 3.3)."""
     return 1.0 if factor <= 1.0 else 0.1 * weight * log(factor) + 1.0
 
 
 def longrope_magnitude(factor: float, original: int) -> float:
-    """LongRoPE (Ding et al., 2024), ``factor`` times the ``original`` context."""
+    """Return LongRoPE's magnitude (Ding et al., 2024) at ``factor`` times the ``original``
+    context.
+    """
     return 1.0 if factor <= 1.0 else sqrt(1.0 + log(factor) / log(original))

@@ -8,7 +8,7 @@ from octavo.models.program import Op, Program
 
 
 def keep_layers(program: Program, layers: Collection[int]) -> Program:
-    """The Program of these layers alone, with what stands before and after them all.
+    """Return the Program of these layers alone, with what stands before and after them all.
 
     The layers keep their numbers, so that they have their own places in the cache. Raises
     `ValueError` for a number that no layer has, or one given twice.
@@ -35,12 +35,12 @@ def keep_layers(program: Program, layers: Collection[int]) -> Program:
 
 
 def _roles(op: Op) -> tuple[str, ...]:
-    """The op's weight. One that has none belongs with the op before it."""
+    """Return the op's weight. An op that has none belongs with the one before it."""
     weight = getattr(op, "weight", None)
     return () if weight is None else (weight,)
 
 
 def _layer(role: str) -> int | None:
-    """The layer that a weight is of; None: of none."""
+    """Return the layer that a weight is of; None: of none."""
     room, _, rest = role.partition(".")
     return int(rest.partition(".")[0]) if room == "layers" else None

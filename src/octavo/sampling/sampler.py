@@ -1,4 +1,4 @@
-"""What the engine asks of a sampler, whatever computes it."""
+"""The protocol of samplers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SamplerState(Protocol):
         ...
 
     def fork(self, choice: int) -> Self:
-        """An independent copy whose random numbers are those of another choice."""
+        """Return an independent copy whose random numbers are those of another choice."""
         ...
 
 
@@ -62,7 +62,7 @@ class Sampler(Protocol):
         stop_token_ids: Collection[int],
         choice: int = 0,
     ) -> SamplerState:
-        """The state of sequence ``choice`` of a request, before its first token.
+        """Return the state of sequence ``choice`` of a request, before its first token.
 
         ``params`` is validated and has its seed resolved. ``stop_token_ids`` are all ids that end
         the sequence (`SamplingParams.ending_ids`); none is drawn before min_tokens.
@@ -72,7 +72,7 @@ class Sampler(Protocol):
     def sample(
         self, logits: Float32 | None, rows: Sequence[int], states: Sequence[SamplerState]
     ) -> Sampled:
-        """Draws one token for each (row of ``logits`` [L, vocab], state) and records it there.
+        """Draw one token for each (row of ``logits`` [L, vocab], state) and records it there.
 
         A state given several times takes its rows in order, each draw following the one before:
         to verify drafted tokens, sample all their rows, compare, and rewind what came after the
@@ -88,8 +88,8 @@ class Sampler(Protocol):
         states: Sequence[SamplerState],
         out: Float32 | None = None,
     ) -> Float32:
-        """The distribution that each (row, state) would draw from, [len(states), vocab], in ``out``
-        if given (contiguous). Records nothing. A row that cannot give a token gets zeros.
+        """Return the distribution that each (row, state) would draw from, [len(states), vocab], in
+        ``out`` if given (contiguous). Records nothing. A row that cannot give a token gets zeros.
 
         After bias, masks, penalties, temperature and truncation; at temperature 0 the one token has
         all of it.
@@ -104,8 +104,8 @@ class Sampler(Protocol):
         guesses: Sequence[int],
         drawn_from: Sequence[Float32 | None],
     ) -> Sampled:
-        """Draws a token for each (row, state) by way of guesses (Leviathan et al., 2023; Chen et
-        al., 2023) and records it; what comes has the distribution p that `sample` draws from.
+        """Draw a token for each (row, state) by way of guesses (Leviathan et al., 2023; Chen et
+        al., 2023) and records it. The result has the distribution p that `sample` draws from.
 
         A guess x that was drawn from q, ``drawn_from`` [vocab] (None: x for certain), is accepted
         with probability min(1, p(x) / q(x)); else the token is drawn from max(0, p - q), which
@@ -121,5 +121,7 @@ class Sampler(Protocol):
     def prompt_logprobs(
         self, logits: Float32 | None, rows: Sequence[int], token_ids: Sequence[int], top: int
     ) -> list[TokenLogprobs]:
-        """For each row, the logprob of the given token (the prompt's next) and the ``top`` ids."""
+        """Return, for each row, the logprob of the given token (the prompt's next) and the ``top``
+        ids.
+        """
         ...

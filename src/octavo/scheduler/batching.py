@@ -1,4 +1,4 @@
-"""A step as flat arrays, written in place from one step to the next."""
+"""A step as flat arrays, which are written in place from one step to the next."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Chunk(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the sequence draws a token after it."""
+        """Whether the sequence draws a token after this chunk."""
         return self.start + self.size == len(self.seq.token_ids)
 
     @property
     def logits_rows(self) -> int:
-        """How many of its tokens, the last ones, want logits."""
+        """How many of its tokens want logits: the last ones."""
         return self.size if self.seq.owner.scores_prompt else int(self.is_last)
 
 
 class PromptRows(NamedTuple):
-    """Logits rows ``row`` … that predict the prompt's tokens at ``position`` …"""
+    """``size`` rows of logits from ``row`` on, which predict the prompt from ``position`` on."""
 
     seq: Sequence
     row: int
@@ -49,28 +49,28 @@ Branches = dict[int, list[tuple[int, list[int]]]]  # rows of the block tables, t
 
 
 class Branch(NamedTuple):
-    """Another guess at a decoding sequence's next tokens than its draft: the sequence's last token
-    and these go through the model in a row of the block tables of their own.
+    """A second guess at a decoding sequence's next tokens. The sequence's last token and these go
+    through the model in a row of the block tables of their own.
     """
 
     slot: int  # the row of the block tables
     token_ids: list[int]
-    row: int  # of the logits behind the first of them; behind the last token they are the draft's
+    row: int  # of logits behind the first of them; those behind the last token are the draft's
 
 
 @dataclass(slots=True, eq=False)
 class Scheduled:
-    """One step: the batch, and whom its logits are for. Valid until the next `schedule`."""
+    """One step: the batch, and whose logits it gives. Valid until the next `schedule`."""
 
     batch: Batch
-    decodes: list[Sequence]  # the batch's first sequences: a token each, and their drafts
-    chunks: list[Chunk]  # the others
-    samples: list[Sequence]  # who draws, the decodes first …
-    sample_rows: list[int]  # … from which row of logits on (n > 1: first tokens share a row)
+    decodes: list[Sequence]  # first in the batch: a token each, and their drafts
+    chunks: list[Chunk]  # of prompts, behind them
+    samples: list[Sequence]  # those that draw tokens, the decodes first
+    sample_rows: list[int]  # the row of logits each draws from first (n > 1: they share a row)
     prompt_rows: list[PromptRows]
-    drafts: list[list[int]] | None = None  # of each of the decodes; None: of nobody
-    probabilities: list[Distributions | None] | None = None  # those that each draft was drawn by,
-    # a row for each of its tokens or more; None: it was certain, or all were
+    drafts: list[list[int]] | None = None  # of each of the decodes; None: there are none
+    # What each draft was drawn from, a row for each of its tokens or more; None: not at random
+    probabilities: list[Distributions | None] | None = None
     branches: dict[int, list[Branch]] = field(default_factory=dict)  # by index of the decode
     stale: bool = False  # a sequence in it has ended since
 
@@ -79,7 +79,7 @@ class Scheduled:
         return [*self.decodes, *(chunk.seq for chunk in self.chunks)]
 
     def taken(self, index: int, run: Items[int]) -> Branch | None:
-        """In which branch a decode went on that drew ``run``; None: as in its draft."""
+        """Return the branch that a decode followed which drew ``run``; None: its draft."""
         known = list(run[:-1])
         if index not in self.branches:
             return None
@@ -92,7 +92,7 @@ class Scheduled:
         raise ValueError(f"nothing in the step led to the run {run}")
 
     def last_row(self, index: int, run: Items[int]) -> int:
-        """The row of logits that the last token of a decode's ``run`` was drawn from."""
+        """Return the row of logits that the last token of a decode's ``run`` was drawn from."""
         branch = self.taken(index, run)
         if branch is None:
             return self.sample_rows[index] + len(run) - 1
@@ -100,8 +100,8 @@ class Scheduled:
 
 
 class BatchBuilder:
-    """Owns the arrays. Decode rows come first, so that as long as the same sequences decode,
-    without drafts, a batch is three gathers; chunks are appended behind them.
+    """Owns the arrays. Decodes come first, so that a batch is three gathers as long as the same
+    sequences decode without drafts; chunks are appended behind them.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KvCache) -> None:
@@ -124,8 +124,8 @@ class BatchBuilder:
         drafts: list[list[int]] | None = None,
         branches: Branches | None = None,
     ) -> Scheduled:
-        """``decodes`` are the sequences of ``decode_slots``, in that order, ``drafts`` theirs, and
-        ``branches`` theirs by index.
+        """Return the step of ``decodes``, the sequences of ``decode_slots`` in that order, with
+        their ``drafts`` and, by index, their ``branches``.
         """
         slots = self.decode_slots
         count = len(slots)
@@ -139,53 +139,46 @@ class BatchBuilder:
         if not chunks and not branches:
             batch = self._batch(total, offsets[: count + 1], slots, self._counting[:total])
             return Scheduled(batch, decodes[:], [], samples, sample_rows, [], drafts)
-        spans = count + len(chunks) + sum(map(len, (branches or {}).values()))
-        seq_slots = self._seq_slots[:spans]
-        seq_slots[:count] = slots
-        offsets = np.concatenate((offsets[: count + 1], self._counting[: spans - count]))
-        rows = [self._counting[:total]]
+        # (slot, tokens, first position, rows of logits) of what follows the decodes. Branches come
+        # last, so that they have the last rows of logits, whichever part is held.
+        spans: list[tuple[int, Items[int], int, int]] = []
         prompt_rows: list[PromptRows] = []
         num_rows = total
-        for index, chunk in enumerate(chunks, count):
+        for chunk in chunks:
             seq, start, size = chunk
-            end = total + size
-            self._token_ids[total:end] = seq.token_ids[start : start + size]
-            self._positions[total:end] = self._counting[start : start + size]
-            seq_slots[index] = seq.slot
-            offsets[index + 1] = end
+            wanted = chunk.logits_rows
+            spans.append((seq.slot, seq.token_ids[start : start + size], start, wanted))
             if seq.owner.scores_prompt:
                 first = max(start, seq.num_scored)
-                scored = min(start + size, seq.owner.num_prompt_tokens - 1) - first
+                scored = min(start + size, seq.owner.prompt_tokens - 1) - first
                 if scored > 0:
                     row = num_rows + first - start
                     prompt_rows.append(PromptRows(seq, row, first + 1, scored))
-            if chunk.logits_rows:
-                rows.append(self._counting[end - chunk.logits_rows : end])
-                num_rows += chunk.logits_rows
+            num_rows += wanted
             if chunk.is_last:
                 drawing = [seq, *seq.followers]
                 samples += drawing
                 sample_rows += [num_rows - 1] * len(drawing)
-            total = end
-        # Last, so that they are in the last rows of logits, whichever part of them is held.
         placed: dict[int, list[Branch]] = {}
-        span = count + len(chunks)
         for index, guesses in (branches or {}).items():
             seq = decodes[index]
             start = int(self._kv.num_tokens[seq.slot])
             placed[index] = []
             for slot, token_ids in guesses:
-                size = 1 + len(token_ids)
-                end = total + size
-                self._token_ids[total:end] = [seq.token_ids[-1], *token_ids]
-                self._positions[total:end] = self._counting[start : start + size]
-                seq_slots[span] = slot
-                span += 1
-                offsets[span] = end
-                rows.append(self._counting[total + 1 : end])
+                spans.append((slot, [seq.token_ids[-1], *token_ids], start, len(token_ids)))
                 placed[index].append(Branch(slot, token_ids, num_rows))
-                num_rows += size - 1
-                total = end
+                num_rows += len(token_ids)
+        seq_slots = self._seq_slots[: count + len(spans)]
+        seq_slots[:count] = slots
+        offsets = np.concatenate((offsets[: count + 1], self._counting[: len(spans)]))
+        rows = [self._counting[:total]]
+        for index, (slot, tokens, start, wanted) in enumerate(spans, count):
+            end = total + len(tokens)
+            self._token_ids[total:end] = tokens
+            self._positions[total:end] = self._counting[start : start + len(tokens)]
+            seq_slots[index], offsets[index + 1] = slot, end
+            rows.append(self._counting[end - wanted : end])
+            total = end
         batch = self._batch(total, offsets, seq_slots, np.concatenate(rows))
         return Scheduled(
             batch, decodes[:], chunks, samples, sample_rows, prompt_rows, drafts, branches=placed
@@ -194,7 +187,7 @@ class BatchBuilder:
     def _write_spans(
         self, decodes: list[Sequence], drafts: list[list[int]]
     ) -> tuple[int, Int32, list[int]]:
-        """Each sequence's last token and its drafts. Returns the number of tokens, the spans'
+        """Write each sequence's last token and its draft. Return the number of tokens, the spans'
         offsets and their first rows.
         """
         token_ids: list[int] = []

@@ -17,15 +17,15 @@ class SchedulerConfig:
     max_num_seqs: int = 256  # most sequences in a batch
     max_num_batched_tokens: int = 512  # most tokens in a step
     max_logits_rows: int | None = None  # most rows of logits in a step; None: max_num_seqs
-    itl_target: float | None = None  # seconds that a step may take in which somebody decodes
+    itl_target: float | None = None  # seconds that a step may take if a sequence decodes
     max_branches: int = 0  # most alternatives that a step checks beside the drafts
     enable_prefix_caching: bool = True
     max_num_queued_reqs: int | None = None  # None: no bound
     max_num_queued_tokens: int | None = None  # prompt tokens waiting
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    # Other than by default, how serving was done before, for comparison (octavo simulate):
-    batching: Literal["continuous", "static"] = "continuous"  # static: the next batch is let in
-    # when the last of this one has ended
+    # Older ways to serve, for comparison (octavo simulate):
+    batching: Literal["continuous", "static"] = "continuous"  # static: the next batch is
+    # admitted when the last of this one has ended
     memory: Literal["paged", "reserve"] = "paged"  # reserve: at admission, for the longest answer
     chunked_prefill: bool = True  # False: a prompt goes through the model in one step
 

@@ -1,5 +1,5 @@
-"""Drafts in a step: what a proposer guesses, cut to the room that is left when everybody has been
-served, each guess with a place in the cache.
+"""Drafts in a step: a proposer's guesses, cut to what the step has left after decodes and prompts,
+each with reserved positions in the cache.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from octavo.scheduler.sequence import Sequence
 
 
 class Proposer(Protocol):
-    """Guesses the tokens to come, which the model then checks in one pass."""
+    """Guesses the next tokens, which the model then checks in one pass."""
 
     def propose(self, decoding: list[Sequence], num_tokens: int, room: int) -> list[list[int]]:
-        """Drafts for each of the sequences, an empty list for those that get none. Must not raise.
+        """Return a draft for each of the sequences, empty for those that get none. Must not raise.
 
         The step has ``num_tokens`` tokens without drafts, and ``room`` for so many more in all.
         """
         ...
 
     def alternatives(self) -> dict[int, list[list[int]]]:
-        """Beside the drafts just proposed: other guesses at the same tokens, by the index of their
-        sequence, to be checked in the same pass as far as there is room; the most promising first.
-        Each costs its tokens and one more. Must not raise.
+        """Return other guesses at the same tokens as the drafts just proposed, by the index of
+        their sequence, the most promising first; they are checked in the same pass as far as they
+        fit. Each costs its tokens and one more. Must not raise.
         """
         ...
 
@@ -37,8 +37,8 @@ def draft(
     num_tokens: int,
     room: int,
 ) -> tuple[list[list[int]] | None, Branches]:
-    """The drafts of each of those who decode (``slots`` are theirs), None if there is none, and the
-    branches beside them. ``num_tokens``, ``room``: as in `Proposer.propose`.
+    """Return the draft of each decoding sequence (``slots`` are theirs), None if there is none, and
+    the branches beside them. ``num_tokens``, ``room``: as in `Proposer.propose`.
     """
     drafts = proposer.propose(decoding, num_tokens, room)
     fitted = _fit(kv, decoding, slots, drafts, room) if any(drafts) else None
@@ -50,7 +50,7 @@ def draft(
 def _fit(
     kv: KvCache, decoding: list[Sequence], slots: Int32, drafts: list[list[int]], room: int
 ) -> list[list[int]] | None:
-    """The drafts cut to what can be used, with a place in the cache; None if nothing is left.
+    """Cut drafts to what can be used and reserve their positions; return None if nothing is left.
 
     A draft may be as long as all tokens to come but the last: that one follows it anyway.
     """
@@ -60,7 +60,7 @@ def _fit(
     for seq, guess, places in zip(decoding, drafts, reserved, strict=True):
         count = min(len(guess), room, seq.num_to_come - 1)
         if count >= places:
-            count = min(count, kv.room(seq.slot) - 1)
+            count = min(count, kv.capacity(seq.slot) - 1)
             kv.reserve(seq.slot, 1 + count)
         fitted.append(guess[:count])
         room -= count
@@ -74,8 +74,8 @@ def _branch(
     drafts: list[list[int]],
     room: int,
 ) -> Branches:
-    """Rows of the block tables for as many of the alternatives as still have room beside the
-    drafts, cut as those are. A sequence without a draft has none.
+    """Give rows of the block tables to as many of the alternatives as still fit beside the drafts,
+    cut as those are. A sequence without a draft gets none.
     """
     left = room - sum(map(len, drafts))
     branches: Branches = {}

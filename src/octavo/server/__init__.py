@@ -1,4 +1,4 @@
-"""HTTP: OpenAI routes, limits, metrics, life cycle."""
+"""HTTP: OpenAI routes, limits, metrics, start and shutdown."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ __all__ = ["ServeConfig", "run"]
 
 def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
     """Load ``model`` and serve it until a signal. Returns the process's exit code."""
-    from octavo.server.server import run as run_server
+    from octavo.server.process import run as run_process
 
-    return run_server(model, engine, serve)
+    return run_process(model, engine, serve)

@@ -1,4 +1,4 @@
-"""What the log says of a request when it is over: one line, of text or of JSON."""
+"""The log's line about a request that is over, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from octavo.scheduler.request import RequestRecord, standing
-from octavo.server.exchange import Exchange
+from octavo.server.context import RequestContext
 
 access = logging.getLogger("octavo.access")
 
@@ -17,45 +17,51 @@ _LONGEST_PATH = 256  # characters
 _FEW = 8  # items of a list, that are written one by one
 
 
-def log_access(exchange: Exchange, level: int = logging.INFO) -> None:
-    """The line, and what the client called itself for those who debug. Never a prompt's text."""
+def log_access(context: RequestContext, level: int = logging.INFO) -> None:
+    """Log the line and, at level debug, the client's labels. Never logs a prompt's text."""
     if not access.isEnabledFor(level):
         return
-    facts = facts_of(exchange)
-    head = f"{_plain(exchange.method)} {_plain(str(facts['path']))} {exchange.status}"
-    access.log(level, "%s", _Line(head, facts), extra={"facts": facts})
-    if exchange.labels:
+    facts = facts_of(context)
+    head = f"{_plain(context.method)} {_plain(str(facts['path']))} {context.status}"
+    shown = (
+        f"{_SHORT.get(name, name)}={_text(value)}"
+        for name, value in facts.items()
+        if name not in _SAID
+    )
+    access.log(level, "%s", " ".join((head, *shown)), extra={"facts": facts})
+    if context.labels:
         access.debug(
             "id=%s labels=%r",
-            exchange.request_id,
-            exchange.labels,
-            extra={"facts": {"request_id": exchange.request_id, "labels": exchange.labels}},
+            context.request_id,
+            context.labels,
+            extra={"facts": {"request_id": context.request_id, "labels": context.labels}},
         )
 
 
-def facts_of(exchange: Exchange) -> Facts:
-    """All that is known, by the names of the JSON log; what is not is left out. Times in
-    milliseconds. Of several prompts tokens are sums, and the times what the client saw: the first
-    token of any, the last end.
+def facts_of(context: RequestContext) -> Facts:
+    """Return all that is known, by the names of the JSON log. Times are in milliseconds.
+
+    For several prompts, tokens are sums, and times are those that the client saw: the first token
+    of any, the last end.
     """
     facts: Facts = {
-        "request_id": exchange.request_id,
-        "method": exchange.method,
-        "path": _shortened(exchange.path),
-        "status": exchange.status,
-        "answer_id": exchange.answer_id or None,
-        "model": exchange.model or None,
-        "error_type": exchange.error_type or None,
-        "client": exchange.client or None,
-        "trace_id": exchange.trace_id or None,
-        **of_records(exchange.records, exchange.ended),
-        "duration_ms": _ms(exchange.ended - exchange.started),
+        "request_id": context.request_id,
+        "method": context.method,
+        "path": _shortened(context.path),
+        "status": context.status,
+        "answer_id": context.answer_id or None,
+        "model": context.model or None,
+        "error_type": context.error_type or None,
+        "client": context.client or None,
+        "trace_id": context.trace_id or None,
+        **of_records(context.records, context.ended),
+        "duration_ms": _ms(context.ended - context.started),
     }
     return {name: value for name, value in facts.items() if value is not None}
 
 
 def of_records(records: list[RequestRecord], now: float) -> Facts:
-    """``now``: clock seconds, for what has not ended."""
+    """Return what records tell. ``now``, in clock seconds, is the time for what has not ended."""
     if not records:
         return {}
     outcomes = [record.outcome.value if record.outcome else "running" for record in records]
@@ -79,8 +85,8 @@ def of_records(records: list[RequestRecord], now: float) -> Facts:
 
 
 def _met(records: list[RequestRecord], now: float) -> bool | None:
-    """Whether all promises were kept; None: nothing was promised, or that cannot be said because
-    the client left before.
+    """Return whether all promises were kept; None: nothing was promised, or the client left before
+    that could be said.
     """
     found = {standing(record, now) for record in records} - {None}
     if found & {"missed", "shed"}:
@@ -93,7 +99,7 @@ def _since(
     which: Callable[[Iterable[float]], float],
     when: Callable[[RequestRecord], float | None],
 ) -> float | None:
-    """Milliseconds from arrival to ``when``."""
+    """Return the milliseconds from arrival to ``when``."""
     waited = [at - record.arrival for record in records if (at := when(record)) is not None]
     return _ms(which(waited)) if waited else None
 
@@ -109,24 +115,6 @@ _SHORT = {"request_id": "id", "answer_id": "answer", "duration_ms": "ms"} | {
 _SAID = frozenset({"method", "path", "status"})
 
 
-class _Line:
-    """Facts as text, made only if somebody writes it."""
-
-    __slots__ = ("_facts", "_head")
-
-    def __init__(self, head: str, facts: Facts) -> None:
-        self._head = head
-        self._facts = facts
-
-    def __str__(self) -> str:
-        shown = (
-            f"{_SHORT.get(name, name)}={_text(value)}"
-            for name, value in self._facts.items()
-            if name not in _SAID
-        )
-        return " ".join((self._head, *shown))
-
-
 def _text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -140,12 +128,12 @@ def _text(value: object) -> str:
 
 
 def _shortened(path: str) -> str:
-    """No client writes a long line into the log."""
+    """Return the path, cut so that no client writes a long line into the log."""
     if len(path) <= _LONGEST_PATH:
         return path
     return f"{path[:_LONGEST_PATH]}… ({len(path)} characters)"
 
 
 def _plain(text: str) -> str:
-    """What a client sent, without what could break the line or pass for another."""
+    """Return what a client sent, without what could break the line or pass for another."""
     return ascii(text)[1:-1]

@@ -1,8 +1,8 @@
 """Request bodies: read within a limit, decoded strictly.
 
-JSON allows what no request means and what bites later: a key given twice (the last one would win
-silently), NaN and Infinity as Python writes them, numbers that overflow to infinity, escapes that
-are half a character. All are refused here, once, for every route.
+JSON allows what no request means and what does harm later: a key given twice (the last one would
+win silently), NaN and Infinity as Python writes them, numbers that overflow to infinity, escapes
+that are half a character. All are refused here, once, for every route.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive
 
-from octavo.server.errors import ApiError, ClientGone, TooMany, draining
+from octavo.server.errors import ApiError, ClientGone, draining, too_many
 from octavo.server.workers import SMALL
 
 T = TypeVar("T")
@@ -35,8 +35,8 @@ _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>(?:key in )?\$.*)`)?$", re.D
 
 
 class Bodies:
-    """Reads bodies: each within a limit, and all that are being read or worked on within one of
-    memory. Used on the event loop's thread only.
+    """Reads bodies, each within a limit, and all that are being read or worked on within a limit
+    of memory. Used on the event loop's thread only.
     """
 
     def __init__(self, limit: int) -> None:
@@ -56,17 +56,17 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> AsyncIterator[bytes]:
-        """The whole body, which counts until the context is left.
+        """Read a body, which counts until the context is left.
 
-        Raises `ApiError` 408, 413, 415 or 503, `TooMany`, `ClientGone`.
+        Raises `ApiError` 408, 413, 415, 429 or 503, and `ClientGone`.
         """
         if self._draining:
             raise draining()
         size = _declared(headers)
         if size > self._limit:
             raise _too_long(self._limit)  # what comes of it is read away by the connection
-        # Counted is only what has come: to announce a body is no way to keep others out. The first
-        # bytes of each have room of their own, so that large bodies keep no small one out.
+        # Only what has come counts: nobody keeps others out by announcing a body. The first bytes
+        # of each body have room of their own, so that large bodies keep no small one out.
         self._check(max(0, size - SMALL), 0)
         held = 0
 
@@ -102,15 +102,15 @@ class Bodies:
 
     def _check(self, large: int, small: int) -> None:
         if large > self.free or small > self.free_small:
-            raise TooMany("too many bytes of request bodies are being read", None, "capacity")
+            raise too_many("too many bytes of request bodies are being read", None, "capacity")
 
 
 def _declared(headers: Mapping[bytes, bytes]) -> int:
-    """Bytes, by the head; 0 where it does not say. Raises `ApiError` 415 for no plain JSON."""
+    """Return the length that the head declares, or 0. Raises `ApiError` 415 unless it is JSON."""
     said = headers.get(b"content-type", b"")
     media = said.split(b";")[0].strip().lower()
-    # Asking for it by name also keeps out what a browser may post to another origin unasked. There
-    # is one: what stands behind a comma is another.
+    # Requiring the name also keeps out what a browser may post to another origin unasked. There is
+    # only one type: what follows a comma is another.
     if media != b"application/json" or b"," in said:
         raise ApiError(415, "the Content-Type must be application/json")
     encoding = headers.get(b"content-encoding", b"").decode("latin-1")
@@ -147,47 +147,11 @@ def _too_long(limit: int) -> ApiError:
     )
 
 
-async def unless_gone(receive: Receive, work: asyncio.Future[T]) -> T:
-    """What comes of ``work``; it is cancelled if the client leaves, which raises `ClientGone`."""
-    watch = Watch(receive, work.cancel)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if watch.gone:
-            raise ClientGone from None
-        raise
-    finally:
-        await watch.close()
-        del work, watch  # whose exception holds this frame
-
-
-class Watch:
-    """Notices that the client leaves, in every state of its request."""
-
-    def __init__(self, receive: Receive, on_gone: Callable[[], object]) -> None:
-        self.gone = False
-        self._receive = receive
-        self._on_gone = on_gone
-        self._task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        # An exception that is kept keeps, in a circle, all that the request is made of.
-        with suppress(asyncio.CancelledError):
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            self.gone = True
-            self._on_gone()
-
-    async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])  # which, if its own task is cancelled, is cancelled too
-
-
 def decode_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in ``body``. Raises `ApiError` 400.
+    """Return the JSON object in ``body``. Raises `ApiError` 400.
 
-    Other threads go on meanwhile: no single call into C keeps the interpreter's lock for longer
-    than it takes to copy the body a few times.
+    Other threads run meanwhile: no single call into C keeps the interpreter's lock for longer than
+    it takes to copy the body a few times.
     """
     try:
         text = body.decode("utf-8")
@@ -207,8 +171,9 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def convert(value: object, to: type[T], at: str = "") -> T:
-    """``value``, the field ``at`` (or all) of a request, as the type ``to``. Raises `ApiError` 400
-    naming the field at fault.
+    """Return ``value``, the field ``at`` (or all) of a request, as the type ``to``.
+
+    Raises `ApiError` 400 naming the field at fault.
     """
     try:
         return msgspec.convert(value, to)
@@ -229,13 +194,15 @@ def convert(value: object, to: type[T], at: str = "") -> T:
 
 
 class _Decoder(json.JSONDecoder):
-    """Of one text. The scanner in C calls back into Python for each number and each object, where
-    other threads get their turn, but neither for lists nor for strings: a text that may have very
-    many of these is scanned in Python, as slowly as it likes.
+    """Decodes one text.
+
+    The scanner in C calls back into Python for each number and each object, where other threads get
+    their turn, but neither for lists nor for strings. A text that may have very many of these is
+    scanned in Python, which is slow but holds nobody up.
     """
 
     def __init__(self, text: str) -> None:
-        # May have half a surrogate pair. To look for one character is fast, for three it is not.
+        # It may have half a surrogate pair. Looking for one character is fast, for three it is not.
         self.suspicious = "\\" in text and ("\\ud" in text or "\\uD" in text)
         self._containers = 0
         super().__init__(
@@ -271,7 +238,7 @@ class _Decoder(json.JSONDecoder):
         return value
 
     def _count(self) -> None:
-        """Of more lists and objects than any request has, the garbage collector would hold up
+        """Refuse more lists and objects than any request has: the garbage collector would hold up
         everyone.
         """
         self._containers += 1

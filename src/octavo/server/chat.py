@@ -1,29 +1,27 @@
-"""``/v1/chat/completions``: a conversation goes on."""
+"""``/v1/chat/completions``: continue a conversation."""
 
 from __future__ import annotations
 
 from octavo.engine.outputs import Delta
 from octavo.sampling.params import InvalidParameter
-from octavo.scheduler.request import Request
 from octavo.server.config import ServeConfig
 from octavo.server.errors import ApiError
-from octavo.server.generate import Prepared
 from octavo.server.model import ServedModel
-from octavo.server.prompts import Prompt, chat_prompt
-from octavo.server.protocol import ChatRequest, read
-from octavo.server.reply import Output, Reply
-from octavo.server.responses import (
+from octavo.server.prompts import chat_prompt
+from octavo.server.protocol import (
     ChatChoice,
     ChatCompletion,
-    ChatLogprobs,
     ChatMessage,
+    ChatRequest,
     json,
+    read,
+    sampling_params,
 )
-from octavo.server.sampling import sampling_params
+from octavo.server.reply import Output, Reply, finish
 
 
-def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
-    """Raises `ApiError`, `InvalidParameter`."""
+def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Reply:
+    """Read a body. Raises `ApiError`, `InvalidParameter`."""
     request = read(body, ChatRequest, model.longest_list)
     model.check_name(request.model)
     n = 1 if request.n is None else request.n
@@ -48,75 +46,70 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
         max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
-    role = config.response_role
-    if request.continue_final_message:
-        role = str(request.messages[-1]["role"])
-    request.messages = []  # which are in ``prompt`` now
     reply = ChatReply(
-        model, request, prompt, role=role, force_usage=config.enable_force_include_usage
+        model,
+        request,
+        [prompt],
+        logprobs=bool(request.logprobs),
+        force_usage=config.enable_force_include_usage,
     )
-    engine_request = Request(
-        request_id=reply.id,
-        prompt_token_ids=prompt.token_ids,
-        params=params,
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt,
-    )
-    aliases = {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": max_tokens_name}
-    return Prepared([engine_request], reply, aliases)
+    reply.role = config.response_role
+    if request.continue_final_message:
+        reply.role = str(request.messages[-1]["role"])
+    request.messages = []  # the prompt has them now
+    reply.add_request(reply.id, prompt, params)
+    reply.aliases = {
+        "prompt": "messages", "logprobs": "top_logprobs", "max_tokens": max_tokens_name
+    }  # fmt: skip
+    return reply
 
 
 class ChatReply(Reply):
-    def __init__(
-        self,
-        model: ServedModel,
-        request: ChatRequest,
-        prompt: Prompt,
-        *,
-        role: str,
-        force_usage: bool,
-    ) -> None:
-        super().__init__(
-            model,
-            request,
-            [prompt],
-            prefix="chatcmpl",
-            chunk_object="chat.completion.chunk",
-            force_usage=force_usage,
-        )
-        self._role = role
-        self._wants_logprobs = bool(request.logprobs)
-        self._plain = not self._wants_logprobs and not request.return_token_ids
-        self._begun: set[int] = set()
+    prefix = "chatcmpl"
+    chunk_object = "chat.completion.chunk"
+    plain_choice = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
+    role = "assistant"
 
-    def chunk(self, index: int, delta: Delta) -> bytes:
-        events = []
-        if index not in self._begun:
-            self._begun.add(index)
-            events.append(self._first(index, delta))
-        if self._plain and delta.finish_reason is None:
-            if delta.text:
-                events.append(
-                    self.event(
-                        b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
-                        % (index, json.encode(delta.text))
-                    )
-                )
-        else:
-            events.append(self.event(json.encode(self._choice_chunk(index, delta))))
-        return b"".join(events)
+    def first_chunk(self, index: int, delta: Delta) -> bytes:
+        """Return an event that says who speaks, with what belongs to the prompt, and the choice's
+        own.
+        """
+        extra = b""
+        if self.request.return_token_ids and len(self._begun) == 1:
+            extra += b',"prompt_token_ids":' + json.encode(self.prompts[0].token_ids.tolist())
+        if self.request.prompt_logprobs is not None and delta.prompt_logprobs is not None:
+            shown = self.display.prompt_logprobs(delta.prompt_logprobs)
+            extra += b',"prompt_logprobs":' + json.encode(shown)
+        role = (
+            b'{"index":%d,"delta":{"role":%b,"content":""},"logprobs":null,"finish_reason":null}'
+            % (index, json.encode(self.role))
+        )
+        return self.event(role, extra) + self.next_chunk(index, delta)
+
+    def full_choice(self, index: int, delta: Delta) -> bytes:
+        logprobs = None
+        if self.wants_logprobs and delta.logprobs:
+            logprobs = self.display.chat_logprobs(delta.logprobs)
+        choice: dict[str, object] = {
+            "index": index,
+            "delta": {"content": delta.text} if delta.text or logprobs else {},
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason and delta.finish_reason.value,
+        }
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self.request.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return json.encode(choice)
 
     def whole(self, outputs: list[Output]) -> bytes:
-        choices = []
+        choices, show = [], self.display.chat_logprobs
         for index, output in enumerate(outputs):
-            logprobs = None
-            if self._wants_logprobs:
-                logprobs = ChatLogprobs(self.shower.chat_logprobs(output.logprobs))
             choice = ChatChoice(
                 index=index,
-                message=ChatMessage(role=self._role, content="".join(output.text)),
-                logprobs=logprobs,
-                finish_reason=output.finish,
+                message=ChatMessage(role=self.role, content=output.text),
+                logprobs=show(output.logprobs) if self.wants_logprobs else None,
+                finish_reason=finish(output.finish_reason),
                 stop_reason=output.stop_reason,
             )
             if self.request.return_token_ids:
@@ -133,35 +126,5 @@ class ChatReply(Reply):
             answer.prompt_token_ids = self.prompts[0].token_ids.tolist()
         for output in outputs:  # one of them has the prompt's
             if output.prompt_logprobs is not None:
-                answer.prompt_logprobs = self.shower.prompt_logprobs(output.prompt_logprobs)
+                answer.prompt_logprobs = self.display.prompt_logprobs(output.prompt_logprobs)
         return json.encode(answer)
-
-    def _first(self, index: int, delta: Delta) -> bytes:
-        """Says whose turn it is; carries what belongs to the prompt."""
-        extra = b""
-        if self.request.return_token_ids and len(self._begun) == 1:
-            extra += b',"prompt_token_ids":' + json.encode(self.prompts[0].token_ids.tolist())
-        if self.request.prompt_logprobs is not None and delta.prompt_logprobs is not None:
-            shown = self.shower.prompt_logprobs(delta.prompt_logprobs)
-            extra += b',"prompt_logprobs":' + json.encode(shown)
-        return self.event(
-            b'{"index":%d,"delta":{"role":%b,"content":""},"logprobs":null,"finish_reason":null}'
-            % (index, json.encode(self._role)),
-            extra,
-        )
-
-    def _choice_chunk(self, index: int, delta: Delta) -> dict[str, object]:
-        logprobs = None
-        if self._wants_logprobs and delta.logprobs:
-            logprobs = ChatLogprobs(self.shower.chat_logprobs(delta.logprobs))
-        choice: dict[str, object] = {
-            "index": index,
-            "delta": {"content": delta.text} if delta.text or logprobs else {},
-            "logprobs": logprobs,
-            "finish_reason": delta.finish_reason and delta.finish_reason.value,
-        }
-        if delta.finish_reason is not None:
-            choice["stop_reason"] = delta.stop_reason
-        if self.request.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-        return choice

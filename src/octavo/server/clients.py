@@ -1,4 +1,4 @@
-"""All connections together: how many there may be, and how much they may leave unread.
+"""Limits of all connections together: their number, and the bytes that they leave unread.
 
 A connection that waits for its client (between requests, or for the rest of one) can be closed to
 make room for another. One whose answer is being made cannot. Used on the event loop's thread only.
@@ -12,38 +12,24 @@ import resource
 import time
 from collections import Counter
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.server.connection import Connection
 
 log = logging.getLogger(__name__)
 
 _MOST = 16384  # connections: an idle one costs some 10 KB
 _BACKLOG = 2048
 _MOST_UNSENT = 256 << 20  # bytes of answers that clients have not taken, all together
-_SAID_AGAIN = 60.0  # seconds after which the log says again what goes on
+_SAID_AGAIN_S = 60.0  # after this time the log repeats what goes on
 
 # Why a connection was closed although its client had not asked for it.
 CLOSED = ("no_room", "not_read", "unsent_total")
 
 
-class Client(Protocol):
-    """A connection as it is seen here."""
-
-    @property
-    def unsent(self) -> int:
-        """Bytes that the client has not taken."""
-        ...
-
-    def make_room(self) -> None:
-        """End it, for another needs its place."""
-        ...
-
-    def drop(self) -> None:
-        """End it at once, with what is unsent."""
-        ...
-
-
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one; returns it."""
+    """Raise the soft limit of open files to the hard one. Returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20)
     with suppress(OSError, ValueError):  # what is there must do
@@ -57,15 +43,15 @@ class Clients:
         self.most = most
         self.backlog = backlog
         self.closed: Counter[str] = Counter(dict.fromkeys(CLOSED, 0))  # by reason
-        self._open: set[Client] = set()
-        self._idle: dict[Client, None] = {}  # the longest idle first
-        self._stalled: dict[Client, None] = {}  # do not read; the longest first
-        self._said = -_SAID_AGAIN
+        self._open: set[Connection] = set()
+        self._idle: dict[Connection, None] = {}  # the longest idle first
+        self._stalled: dict[Connection, None] = {}  # do not read; the longest first
+        self._said = -_SAID_AGAIN_S
 
     @classmethod
     def of_files(cls, files: int) -> Clients:
-        """The connections that a limit of ``files`` allows. It leaves room for other files, and for
-        connections that are accepted in one go before any is closed for them.
+        """Return the limits that a limit of ``files`` allows: they leave room for other files, and
+        for connections that are accepted in one go before any is closed for them.
         """
         left = max(2, files - len(os.listdir("/proc/self/fd")))
         backlog = max(1, min(_BACKLOG, left // 4))
@@ -76,31 +62,31 @@ class Clients:
 
     @property
     def unsent(self) -> int:
-        """Bytes that clients have not taken, as far as that is more than a little of each."""
+        """Bytes that clients have not taken, of those that lag by more than a little."""
         return sum(client.unsent for client in self._stalled)
 
-    def opened(self, client: Client) -> None:
+    def opened(self, client: Connection) -> None:
         self._open.add(client)
         if len(self._open) > self.most:
             self._make_room(client)
         self.idle(client)
 
-    def lost(self, client: Client) -> None:
+    def lost(self, client: Connection) -> None:
         self._open.discard(client)
         self._idle.pop(client, None)
         self._stalled.pop(client, None)
 
-    def idle(self, client: Client) -> None:
-        """It waits for its client, from now on."""
+    def idle(self, client: Connection) -> None:
+        """Note that it waits for its client from now on."""
         self._idle.pop(client, None)
         if client in self._open:
             self._idle[client] = None
 
-    def busy(self, client: Client) -> None:
+    def busy(self, client: Connection) -> None:
         self._idle.pop(client, None)
 
-    def stalled(self, client: Client) -> None:
-        """More is to be sent than its client takes."""
+    def stalled(self, client: Connection) -> None:
+        """Note that its client takes less than is to be sent."""
         self._stalled.setdefault(client)
         while self.unsent > _MOST_UNSENT:
             longest = next(iter(self._stalled))
@@ -112,17 +98,17 @@ class Clients:
             )
             self.drop(longest, "unsent_total")
 
-    def reads(self, client: Client) -> None:
+    def reads(self, client: Connection) -> None:
         self._stalled.pop(client, None)
 
-    def drop(self, client: Client, reason: str) -> None:
+    def drop(self, client: Connection, reason: str) -> None:
         self._stalled.pop(client, None)
         self.closed[reason] += 1
         client.drop()
 
-    def _make_room(self, newcomer: Client) -> None:
+    def _make_room(self, newcomer: Connection) -> None:
         now = time.monotonic()
-        if now - self._said >= _SAID_AGAIN:
+        if now - self._said >= _SAID_AGAIN_S:
             self._said = now
             log.warning(
                 "%d connections are open, the most there may be (by the limit of open files): "

@@ -1,34 +1,33 @@
-"""``/v1/completions``: a text goes on."""
+"""``/v1/completions``: continue a text."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 from octavo.engine.outputs import Delta, TokenLogprobs
-from octavo.scheduler.request import Request
 from octavo.server.config import ServeConfig
 from octavo.server.errors import ApiError
-from octavo.server.generate import Prepared
+from octavo.server.logprobs import CompletionLogprobsWriter
 from octavo.server.model import ServedModel
-from octavo.server.prompts import Prompt, completion_prompts
-from octavo.server.protocol import CompletionRequest, read
-from octavo.server.reply import Output, Reply
-from octavo.server.responses import (
+from octavo.server.prompts import completion_prompts
+from octavo.server.protocol import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    CompletionLogprobsWriter,
-    extend,
+    CompletionRequest,
     json,
+    read,
+    sampling_params,
 )
-from octavo.server.sampling import sampling_params
+from octavo.server.reply import Output, Reply, finish
 
 _DEFAULT_MAX_TOKENS = 16
 
 
-def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
-    """Raises `ApiError`, `InvalidParameter`."""
+def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Reply:
+    """Read a body. Raises `ApiError`, `InvalidParameter`."""
     longest = max(model.longest_list, config.max_choices)
     request = read(body, CompletionRequest, longest)
     model.check_name(request.model)
@@ -45,8 +44,16 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
         raise ApiError(
             400, f"{len(prompts)} prompts × n {n} is more than {config.max_choices} choices", "n"
         )
-    request.prompt = ""  # which is in ``prompts`` now
-    reply = CompletionReply(model, request, prompts, force_usage=config.enable_force_include_usage)
+    request.prompt = ""  # the prompts have it now
+    reply = CompletionReply(
+        model,
+        request,
+        prompts,
+        logprobs=request.logprobs is not None,
+        force_usage=config.enable_force_include_usage,
+    )
+    if request.echo:
+        reply.echo_prompts()
     params = sampling_params(
         request,
         model.sampling_defaults,
@@ -56,141 +63,108 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
     )
     if request.echo and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=request.logprobs)
-    requests = []
     for index, prompt in enumerate(prompts):
         max_tokens = request.max_tokens
         if max_tokens is None:
             most = min(_DEFAULT_MAX_TOKENS, model.sampling_defaults.get("max_tokens", inf))
             max_tokens = model.fitting(int(most), len(prompt.token_ids))
-        requests.append(
-            Request(
-                request_id=f"{reply.id}-{index}",
-                prompt_token_ids=prompt.token_ids,
-                params=replace(params, max_tokens=max_tokens),
-                priority=request.priority or 0,
-                cache_salt=request.cache_salt,
-                begun=reply.begun[index],
-            )
-        )
-    return Prepared(requests, reply, {})
+        own = replace(params, max_tokens=max_tokens)
+        reply.add_request(f"{reply.id}-{index}", prompt, own, reply.prompt_ends.get(index, b""))
+    return reply
 
 
 class CompletionReply(Reply):
-    def __init__(
-        self,
-        model: ServedModel,
-        request: CompletionRequest,
-        prompts: list[Prompt],
-        *,
-        force_usage: bool,
-    ) -> None:
-        super().__init__(
-            model,
-            request,
-            prompts,
-            prefix="cmpl",
-            chunk_object="text_completion",
-            force_usage=force_usage,
-        )
-        self._wants_logprobs = request.logprobs is not None
-        self._plain = not self._wants_logprobs and not request.return_token_ids
-        self._begun: set[int] = set()
-        self._logprobs: dict[int, CompletionLogprobsWriter] = {}
+    prefix = "cmpl"
+    chunk_object = "text_completion"
+    plain_choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}'
+    _echo: list[str] | None = None  # the prompts' texts, if they are to be in the answer
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._writers: dict[int, CompletionLogprobsWriter] = {}  # by choice
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}  # by prompt
-        self._echo: list[str] | None = None
-        # Of each prompt that is echoed, the first bytes of a character that the answer completes.
-        self.begun = [b""] * len(prompts)
-        if request.echo:
-            self._echo = [self._echoed(index) for index in range(len(prompts))]
+        # By echoed prompt, the first bytes of a character that the answer completes.
+        self.prompt_ends: dict[int, bytes] = {}
 
-    def _echoed(self, index: int) -> str:
-        """A prompt's text, without a character that is not complete."""
-        token_ids, text = self.prompts[index]
-        if text is not None:
-            return text
-        ids = token_ids.tolist()
-        keep = self.request.skip_special_tokens is False
-        text = self.model.tokenizer.decode(ids, skip_special_tokens=not keep)
-        self.begun[index] = self.shower.begun(ids)
-        return text[:-1] if self.begun[index] else text
+    def echo_prompts(self) -> None:
+        """Begin each choice with its prompt's text, without a character that is not complete."""
+        self._echo = []
+        for place, (token_ids, text) in enumerate(self.prompts):
+            if text is None:
+                ids = token_ids.tolist()
+                keep = self.request.skip_special_tokens is False
+                text = self.model.tokenizer.decode(ids, skip_special_tokens=not keep)
+                if end := self.display.begun(ids):
+                    self.prompt_ends[place], text = end, text[:-1]
+            self._echo.append(text)
 
-    def chunk(self, index: int, delta: Delta) -> bytes:
-        first = index not in self._begun
-        if self._plain and delta.finish_reason is None and not first:
-            if not delta.text:
-                return b""
-            return self.event(
-                b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}'
-                % (index, json.encode(delta.text))
-            )
-        self._begun.add(index)
-        output = Output()
-        output.add(delta)
-        self._note_prompt_logprobs(index, output)
-        return self.event(json.encode(self._choice(index, output, first=first)))
+    def first_chunk(self, index: int, delta: Delta) -> bytes:
+        self._note_prompt_logprobs(index, delta)
+        return self.event(json.encode(self._choice(index, delta, first=True)))
+
+    def full_choice(self, index: int, delta: Delta) -> bytes:
+        return json.encode(self._choice(index, delta, first=False))
 
     def whole(self, outputs: list[Output]) -> bytes:
         for index, output in enumerate(outputs):
             self._note_prompt_logprobs(index, output)
-        return json.encode(
-            Completion(
-                id=self.id,
-                created=self.created,
-                model=self.model.name,
-                choices=[
-                    self._choice(index, output, first=True) for index, output in enumerate(outputs)
-                ],
-                usage=self.usage(),
-            )
+        answer = Completion(
+            id=self.id,
+            created=self.created,
+            model=self.model.name,
+            choices=[self._choice(index, each, first=True) for index, each in enumerate(outputs)],
+            usage=self.usage(),
         )
+        return json.encode(answer)
 
-    def _note_prompt_logprobs(self, index: int, output: Output) -> None:
-        """They come once a prompt, with its first delta, and belong to all of its choices."""
+    def _note_prompt_logprobs(self, index: int, output: Output | Delta) -> None:
+        """Keep what comes once a prompt, with its first delta, and belongs to all its choices."""
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[index // self.n] = output.prompt_logprobs
 
-    def _choice(self, index: int, output: Output, *, first: bool) -> CompletionChoice:
-        """``first``: with what belongs to the choice's prompt."""
-        prompt = index // self.n
-        text = "".join(output.text)
+    def _choice(self, index: int, output: Output | Delta, *, first: bool) -> CompletionChoice:
+        """Return a choice; ``first``: with what belongs to its prompt."""
+        place = index // self.n
+        text = output.text
         if first and self._echo is not None:
-            text = self._echo[prompt] + text
-        prompt_logprobs = self._prompt_logprobs.get(prompt) if first else None
+            text = self._echo[place] + text
+        prompt_logprobs = self._prompt_logprobs.get(place) if first else None
         choice = CompletionChoice(
             index=index,
             text=text,
-            logprobs=self._take_logprobs(index, output, prompt_logprobs),
-            finish_reason=output.finish,
+            logprobs=self._logprobs(index, output, prompt_logprobs),
+            finish_reason=finish(output.finish_reason),
             stop_reason=output.stop_reason,
         )
         if self.request.return_token_ids:
             choice.token_ids = output.token_ids
             if first:
-                choice.prompt_token_ids = self.prompts[prompt].token_ids.tolist()
+                choice.prompt_token_ids = self.prompts[place].token_ids.tolist()
         if self.request.prompt_logprobs is not None and prompt_logprobs is not None:
-            choice.prompt_logprobs = self.shower.prompt_logprobs(prompt_logprobs)
+            choice.prompt_logprobs = self.display.prompt_logprobs(prompt_logprobs)
         return choice
 
-    def _take_logprobs(
-        self, index: int, output: Output, prompt_logprobs: list[TokenLogprobs | None] | None
+    def _logprobs(
+        self, index: int, output: Output | Delta, prompt_logprobs: list[TokenLogprobs | None] | None
     ) -> CompletionLogprobs | None:
-        if not self._wants_logprobs:
+        if not self.wants_logprobs:
             return None
-        prompt = index // self.n
-        taken = None
-        if index not in self._logprobs:
+        place = index // self.n
+        found = CompletionLogprobs([], [], [], [])
+        if index not in self._writers:
             start = 0
             if self._echo is not None:
-                start = len(self._echo[prompt])
+                start = len(self._echo[place])
                 if prompt_logprobs is not None:
-                    token_ids, text = self.prompts[prompt]
+                    token_ids, text = self.prompts[place]
                     writer = (
-                        CompletionLogprobsWriter(self.shower)
+                        CompletionLogprobsWriter(self.display)
                         if text is None
-                        else CompletionLogprobsWriter.of_text(self.shower, text, token_ids)
+                        else CompletionLogprobsWriter.of_text(self.display, text, token_ids)
                     )
-                    taken = writer.take(token_ids, prompt_logprobs)
-            self._logprobs[index] = CompletionLogprobsWriter(self.shower, start, self.begun[prompt])
+                    writer.write(token_ids, prompt_logprobs, found)
+            begun = self.prompt_ends.get(place, b"")
+            self._writers[index] = CompletionLogprobsWriter(self.display, start, begun)
         if output.logprobs:
-            taken = extend(taken, self._logprobs[index].take(output.token_ids, output.logprobs))
-        return taken
+            self._writers[index].write(output.token_ids, output.logprobs, found)
+        return found if found.tokens else None

@@ -1,4 +1,4 @@
-"""How the server listens, who may use it, and when it gives up."""
+"""The server's settings: how it listens, who may use it, and when it gives up."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class ServeConfig:
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
-        """All of them; none: no key is asked for."""
+        """All API keys; none: no key is asked for."""
         keys = unnamed(self.api_key) + self.named_keys
         if self.share_prefix_cache:
             return tuple(replace(key, cache_salt="") for key in keys)

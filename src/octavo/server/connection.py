@@ -1,23 +1,26 @@
-"""HTTP connections that nobody holds open for nothing, and on which every answer arrives.
+"""HTTP connections: none is held open for nothing, and every answer arrives.
 
-uvicorn bounds neither the length of a request's head nor the time it may take, nor the time that a
-client may take nothing of its answer; what is no HTTP it answers in plain text; it loses the body
-of a request that offers another protocol, as Java's HTTP client does with each (``Upgrade: h2c``);
-and while a pipelined request waits it no longer reads, so that nothing tells it of a client that
-has left. Here requests are not pipelined: who sends one before the last is answered has the
-connection closed after that answer, as RFC 9112, section 9.3.2, lets clients expect.
+uvicorn bounds neither the length of a request's head nor the time it may take, nor the time for
+which a client may take nothing of its answer. It answers in plain text what is not HTTP. It loses
+the body of a request that offers another protocol, as Java's HTTP client does with each
+(``Upgrade: h2c``). While a pipelined request waits it does not read, so that it does not notice a
+client that leaves. Here requests are not pipelined: if a client sends one before the last is
+answered, the connection is closed after that answer, as RFC 9112, section 9.3.2, lets clients
+expect.
 
-A connection is closed in two steps while its client may still be sending (RFC 9112, section 9.6):
-the answer and the end of the stream are sent, and what still comes is read away, for to close a
-socket with unread input makes the system reset the connection, which takes the answer from the
-client.
+While its client may still be sending, a connection is closed in two steps (RFC 9112, section 9.6):
+the answer and the end of the stream are sent, and what still comes is read and dropped. If a socket
+is closed with unread input, the system resets the connection, and the client loses the answer.
 
-The end of what a client sends (FIN) is the same whether it has closed its half of the connection
-or all of it, and keep-alive probes of TCP are acknowledged in both cases for a minute. The two
-differ in what they do with data: a socket that is closed answers it with a reset. So an answer that
-is still to come begins at once, and slowly: every answer starts with ``HTTP/1.1 ``, and these bytes
-are sent one by one; in a stream that has begun it is zeros before the size of the next chunk. Who
-waits gets the rest later; who is gone is noticed at the second byte.
+The end of what a client sends (FIN) is the same whether it has closed its half of the connection or
+all of it, and TCP's keep-alive probes are acknowledged in both cases for a minute. The two differ
+in what they do with data: a closed socket answers it with a reset. So an answer that is still to
+come begins at once, and slowly. Every answer starts with ``HTTP/1.1 ``, and these bytes are sent
+one by one; in a stream that has begun they are zeros before the size of the next chunk. A client
+that waits gets the rest later; one that is gone is noticed at the second byte.
+
+This file and streaming.py use parts of uvicorn that it does not document. pyproject.toml bounds its
+version, and tests/server/test_private_names.py lists them.
 """
 
 from __future__ import annotations
@@ -27,20 +30,21 @@ import logging
 import re
 import socket
 import struct
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from octavo.server.clients import Clients
-from octavo.server.config import ServeConfig
+from octavo.server.context import CONTEXT, CYCLE
 from octavo.server.errors import ApiError, draining, unavailable
-from octavo.server.exchange import Exchange
-from octavo.server.writer import DirectWrite
+
+if TYPE_CHECKING:
+    from octavo.server.app import App
 
 log = logging.getLogger(__name__)
 
@@ -65,47 +69,19 @@ _BEGINNING = b"HTTP/1.1 "
 _BETWEEN = (0.05, 0.5, 2.0, 8.0, 30.0, 60.0, 120.0)  # seconds between its bytes
 
 
-class _Pipelined(Exception):
-    """A request begins while another is being answered."""
-
-
-class _BadHead(Exception):
-    """A head that can be read and must not be answered, but with this status and message."""
-
-
-class _Parser(httptools.HttpRequestParser):
-    """Reads a request that offers another protocol as if it did not.
-
-    A server may go on with HTTP/1.1 (RFC 9110, section 7.8), but the parser takes the end of such a
-    head for the end of the request.
+class _Stop(Exception):
+    """The parser is to stop: an error to answer, or None where a request begins while another is
+    being answered.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(connection)
-        self._connection = connection
-
-    def feed_data(self, data: Any) -> None:
-        while True:
-            try:
-                return super().feed_data(data)
-            except httptools.HttpParserCallbackError as error:
-                cause = error.__context__
-                if isinstance(cause, _BadHead):
-                    log.warning("a request is refused: %.200s", cause.args[1])
-                    self._connection.refuse(ApiError(*cause.args))
-                elif not isinstance(cause, _Pipelined):
-                    raise
-                return None
-            except httptools.HttpParserUpgrade as upgrade:
-                head = self._connection.head_without_offer()
-                if head is None:
-                    raise
-                data = head + bytes(data)[upgrade.args[0] :]
+    def __init__(self, error: ApiError | None = None) -> None:
+        super().__init__()
+        self.error = error
 
 
-class _Answer:
+class _AnswerTransport:
     """The transport as an answer sees it: what has been sent of its beginning is not sent again,
-    and it is closed as a connection is.
+    and to close it is to end the connection.
     """
 
     __slots__ = ("_connection",)
@@ -127,7 +103,9 @@ class _Answer:
 
 
 class Connection(HttpToolsProtocol):
-    """One client's. At most one timer runs for what it has to send, one for what it has to take."""
+    """One client's connection. At most one timer runs for what the client has to send, and one for
+    what it has to take.
+    """
 
     begun = 0  # bytes of `_BEGINNING` that have been sent, of an answer that is still to come
     ending = False  # all is said; what comes is read away, and then the connection is closed
@@ -145,26 +123,16 @@ class Connection(HttpToolsProtocol):
     _half_closed = False  # the client sends no more
     _silent = False  # nothing has come since the timer was set
 
-    def __init__(
-        self,
-        serve: ServeConfig,
-        refused: Callable[[int], None],
-        clients: Clients,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """``refused`` is told the status of each answer that is given here, to no request."""
+    def __init__(self, app: App, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._refused = refused
-        self._clients = clients
-        self._write_timeout = serve.stream_write_timeout
-        self._idle_timeout = serve.keep_alive_timeout
+        self._refused = app.refused
+        self._clients = app.clients
+        self._write_timeout = app.config.stream_write_timeout
+        self._idle_timeout = app.config.keep_alive_timeout
 
     # What the client sends
 
     def connection_made(self, transport: Any) -> None:
-        self.parser = _Parser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         super().connection_made(transport)
         self._expect_within(_HEAD_TIMEOUT)
         self._clients.opened(self)
@@ -186,7 +154,7 @@ class Connection(HttpToolsProtocol):
             self._throw_away(data, _MOST_PIPELINED)
             return
         self._beside += len(data)
-        super().data_received(data)
+        self._feed(data)
         if self._reading == "head":
             self._head_bytes += len(data)
             if self._head_bytes > _LONGEST_HEAD:
@@ -197,8 +165,32 @@ class Connection(HttpToolsProtocol):
             elif self._answered:
                 self._throw_away(data, _MOST_UNREAD)
 
+    def _feed(self, data: bytes) -> None:
+        """Parse what has come.
+
+        A head that offers another protocol is read again without its offer: a server may go on with
+        HTTP/1.1 (RFC 9110, section 7.8), but the parser takes the end of such a head for the end of
+        the request.
+        """
+        again = b""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._offer:
+                again = self._head_without_offer() + bytes(data)[upgrade.args[0] :]
+        except httptools.HttpParserError as error:
+            stop = error.__context__
+            if not isinstance(stop, _Stop):
+                log.warning("a request is refused: it is not HTTP")
+                self.refuse(ApiError(400, "this is not an HTTP request"))
+            elif stop.error is not None:
+                log.warning("a request is refused: %.200s", stop.error.message)
+                self.refuse(stop.error)
+        if again:  # not within the handling of an exception, which would be the next one's context
+            self._feed(again)
+
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. Returns whether the connection stays, for its answer."""
+        """Note that the client sends no more. Returns whether the connection stays open."""
         if self._half_closed:
             return True
         self._half_closed = True
@@ -213,7 +205,7 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _find_out(self, times: int = 0) -> None:
-        """Send a byte of what is still to come, and another one later."""
+        """Send a byte of the answer that is still to come, and another one later."""
         cycle = self.cycle
         if self._answered or self.ending or self.transport.is_closing():
             return
@@ -224,15 +216,14 @@ class Connection(HttpToolsProtocol):
         elif cycle.chunked_encoding:
             self.transport.write(b"0")  # a chunk's size may begin so (RFC 9112, section 7.1)
         if times < len(_BETWEEN):
-            self._stop_timer()
-            self._timer = self.loop.call_later(_BETWEEN[times], self._find_out, times + 1)
+            self._call_later(_BETWEEN[times], self._find_out, times + 1)
 
     def on_message_begin(self) -> None:
         if not self._answered:
             self._pipelined = True
             self._unread = 0
             self.cycle.keep_alive = False
-            raise _Pipelined
+            raise _Stop
         super().on_message_begin()
         self._reading = "head"
         self._head_bytes = 0
@@ -244,7 +235,7 @@ class Connection(HttpToolsProtocol):
         if self._reading == "head":
             super().on_header(name, value.rstrip(b" \t"))
             if len(self.headers) > _MOST_HEADERS:
-                raise _BadHead(431, f"the request has more than {_MOST_HEADERS} headers")
+                raise _bad_head(f"the request has more than {_MOST_HEADERS} headers", 431)
 
     def on_headers_complete(self) -> None:
         self._offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
@@ -255,18 +246,18 @@ class Connection(HttpToolsProtocol):
         self._reading = "body"
         self._beside = self._unread = self._chunks = 0
         self._stop_timer()
-        self.cycle.transport = cast(asyncio.Transport, _Answer(self))
-        # Who is answered before it was given leave to send its body may send it or not: what
-        # comes next cannot be told. The body's first bytes settle it.
+        self.cycle.transport = cast(asyncio.Transport, _AnswerTransport(self))
+        # A client that is answered before it got leave to send its body may send it or not: what
+        # comes next is unknown until the body's first bytes.
         self._keep_alive = self.cycle.keep_alive
         if self.expect_100_continue:
             self.cycle.keep_alive = False
-        DirectWrite(self.cycle).attach(cast(Scope, self.scope))
+        cast(Scope, self.scope)[CYCLE] = weakref.ref(self.cycle)
 
     def on_chunk_header(self) -> None:
         self._chunks += 1
         if self._chunks > _FEW_CHUNKS:
-            raise _BadHead(400, f"the body's chunks have less than {_LEAST_CHUNK} bytes each")
+            raise _bad_head(f"the body's chunks have less than {_LEAST_CHUNK} bytes each")
 
     def on_body(self, body: bytes) -> None:
         self._beside = 0
@@ -287,7 +278,7 @@ class Connection(HttpToolsProtocol):
             self._clients.busy(self)
 
     def on_response_complete(self) -> None:
-        """Not uvicorn's, whose timer for idle connections any byte would stop."""
+        """Replace uvicorn's, whose timer for idle connections any byte would stop."""
         self.server_state.total_requests += 1
         if self.ending or self.transport.is_closing():
             return
@@ -305,7 +296,7 @@ class Connection(HttpToolsProtocol):
             super().shutdown()
 
     def make_room(self) -> None:
-        """Without waiting for what the client still sends: its place is needed now."""
+        """Close without waiting for what the client still sends: its place is needed now."""
         if not self.ending and self._reading:
             self._half_closed = True  # what it still sends is not waited for
             self.refuse(unavailable("the server has no room for more connections"))
@@ -313,7 +304,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _answered(self) -> bool:
-        """Whether no answer is under way."""
+        """True if no answer is under way."""
         return self.cycle is None or self.cycle.response_complete
 
     def _throw_away(self, data: bytes, most: int) -> None:
@@ -329,11 +320,11 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _check_head(self) -> None:
-        """Raises `_BadHead` for what a proxy in front may have read in another way, or may not."""
+        """Raise `_Stop` for a head that a proxy in front may have read in another way."""
         # RFC 9112, section 3.2.
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
-            raise _BadHead(400, f"the request has {len(hosts) or 'no'} Host headers: it needs one")
+            raise _bad_head(f"the request has {len(hosts) or 'no'} Host headers: it needs one")
         if (absolute := _ABSOLUTE.match(self.url)) is not None:
             # The target's host is the request's, whatever the header says (section 3.2.2).
             hosts = [absolute[1]]
@@ -342,21 +333,16 @@ class Connection(HttpToolsProtocol):
                 *(header for header in self.headers if header[0] != b"host"),
             ]
         if hosts and not _HOST.fullmatch(hosts[0]):
-            raise _BadHead(400, "the request's Host header is not a host and a port")
+            raise _bad_head("the request's Host header is not a host and a port")
         # RFC 9112, sections 6.1 and 6.3: where the last coding is another, nobody knows the end.
         coding = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")
         if coding and coding.lower() != b"chunked":
             last = coding.rpartition(b",")[2].strip().lower()
             said = coding.decode("latin-1")
-            raise _BadHead(
-                501 if last == b"chunked" else 400,
-                f"Transfer-Encoding: {said} is not supported, but chunked",
-            )
+            status = 501 if last == b"chunked" else 400
+            raise _bad_head(f"Transfer-Encoding: {said} is not supported, but chunked", status)
 
-    def head_without_offer(self) -> bytes | None:
-        """The request's head without what offers another protocol; None if nothing does."""
-        if not self._offer:
-            return None
+    def _head_without_offer(self) -> bytes:
         lines = [
             b"%b %b HTTP/%b"
             % (self.parser.get_method(), self.url, self.parser.get_http_version().encode()),
@@ -364,12 +350,10 @@ class Connection(HttpToolsProtocol):
         ]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
-    def send_400_response(self, msg: str) -> None:
-        self.refuse(ApiError(400, "this is not an HTTP request"))
-
     def refuse(self, error: ApiError, *, has_left: bool = False) -> None:
-        """Answer so, if no answer has begun, and close. Nothing more of what comes is a request.
-        ``has_left``: nobody is there to read it.
+        """Answer with ``error`` if no answer has begun, and close: no further request is read.
+
+        ``has_left``: nobody is there to read the answer.
         """
         if self.ending or self.transport.is_closing():
             return
@@ -379,9 +363,9 @@ class Connection(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True  # so that its own answer does not follow this one
             self.cycle.message_event.set()
-            exchange = Exchange.begun(cast(Scope, self.scope))
-            if exchange is not None and not has_left:
-                exchange.cut_off = error.status
+            context = cast(Scope, self.scope).get(CONTEXT)
+            if context is not None and not has_left:
+                context.cut_off = error.status
         else:
             self._refused(error.status)
         body = error.body()
@@ -396,8 +380,12 @@ class Connection(HttpToolsProtocol):
         self.end()
 
     def _expect_within(self, seconds: float) -> None:
+        self._call_later(seconds, self._hang_up)
+
+    def _call_later(self, seconds: float, call: Callable[..., None], *args: object) -> None:
+        """Set the timer, in place of what it was set to."""
         self._stop_timer()
-        self._timer = self.loop.call_later(seconds, self._hang_up)
+        self._timer = self.loop.call_later(seconds, call, *args)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -422,7 +410,7 @@ class Connection(HttpToolsProtocol):
             self._stop_write_timer()
 
     def end(self) -> None:
-        """All is said. What the client still sends is read away before the connection is closed."""
+        """Close the connection once what the client still sends has been read and dropped."""
         if self.ending or self.transport.is_closing():
             return
         if self._half_closed or not (self._reading or self._pipelined):
@@ -437,16 +425,15 @@ class Connection(HttpToolsProtocol):
         self._linger(self.loop.time() + _HEAD_TIMEOUT)
 
     def _linger(self, until: float) -> None:
-        """Look again whether the client is still sending, or has not taken all yet."""
+        """Check again whether the client still sends, or has not taken all yet."""
         if (self._silent and not self.unsent) or self.loop.time() > until:
             self._hang_up()
             return
         self._silent = True
-        self._stop_timer()
-        self._timer = self.loop.call_later(_LINGER, self._linger, until)
+        self._call_later(_LINGER, self._linger, until)
 
     def _hang_up(self) -> None:
-        """Close once what is unsent is sent, if the client takes it."""
+        """Close as soon as what is unsent is sent, if the client takes it."""
         self.ending = True
         self._stop_timer()
         self.transport.close()
@@ -479,12 +466,16 @@ class Connection(HttpToolsProtocol):
             self._write_timer = None
 
     def drop(self) -> None:
-        """Close at once: what the system has still to send is dropped too."""
+        """Close at once, and drop what the system has still to send."""
         with suppress(OSError):  # it is closed already
             self.transport.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, _RESET
             )
         self.transport.abort()
+
+
+def _bad_head(message: str, status: int = 400) -> _Stop:
+    return _Stop(ApiError(status, message))
 
 
 def _too_large(what: str, most: int) -> ApiError:

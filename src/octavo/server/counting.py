@@ -1,7 +1,7 @@
-"""How many values a body has, field by field, before it is decoded.
+"""Count the values of a body, field by field, before it is decoded.
 
-To decode hundreds of thousands of keys or numbers takes a second, whatever comes of it. To count
-them takes milliseconds: bytes are looked at all at once, by numpy, which lets other threads go on.
+Decoding hundreds of thousands of keys or numbers takes a second, even if they are refused then.
+Counting them takes milliseconds: numpy looks at all bytes at once, and lets other threads run.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _STRUCTURE[list(b"{}[],")] = True
 
 
 def check_counts(body: bytes, most: Mapping[str, int], otherwise: int, most_entries: int) -> None:
-    """Raises `ApiError` 400 naming the field that has more values, at any depth, than ``most``
-    says, or than ``otherwise`` if that says nothing, or more than ``most_entries`` that are not
-    within others; and for too many fields, and too deep a nesting. What is no JSON is left to
-    whoever decodes it.
+    """Raise `ApiError` 400 naming the first field with too many values, at any depth: more than
+    ``most`` says of it, or than ``otherwise`` where that says nothing, or more than
+    ``most_entries`` at its outermost level.
+
+    Also refuses too many fields, and too deep a nesting. What is not JSON is left to the decoder.
     """
     least = min(otherwise, *most.values())
     if len(body) < UNCOUNTED or sum(map(body.count, (b",", b"[", b"{"))) <= least:
@@ -68,7 +69,7 @@ def check_counts(body: bytes, most: Mapping[str, int], otherwise: int, most_entr
 
 
 def _quotes(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
-    """Where strings begin and end: quotation marks that no backslash escapes."""
+    """Return where strings begin and end: the quotation marks that no backslash escapes."""
     quotes = np.flatnonzero(data == ord('"'))
     slashes = np.flatnonzero(data == ord("\\"))
     if not len(slashes):

@@ -1,116 +1,36 @@
-"""``/openapi.json`` from the structs themselves, and ``/docs``, which needs no other server."""
+"""``/openapi.json``, made of the table of routes and their structs, and ``/docs``, which needs no
+other server.
+"""
 
 from __future__ import annotations
 
 import html
-from functools import cache
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from starlette.requests import Request as HttpRequest
-from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
 
 from octavo import __version__
-from octavo.server import protocol, responses
+from octavo.server import protocol
 from octavo.server.config import ServeConfig
-from octavo.server.inspection import MOST_LISTED, RequestList
-from octavo.server.responses import json
+from octavo.server.protocol import json
 
-_SSE = "text/event-stream"
+if TYPE_CHECKING:
+    from octavo.server.routes import HttpRoute
 
-# path, method, what it does, request, response (None: plain text)
-_OPERATIONS: list[tuple[str, str, str, Any, Any]] = [
-    ("/v1/models", "get", "List what is served.", None, responses.ModelList),
-    ("/v1/models/{model}", "get", "One of them.", None, responses.ModelCard),
-    (
-        "/v1/completions",
-        "post",
-        "Go on with a text.",
-        protocol.CompletionRequest,
-        responses.Completion,
-    ),
-    (
-        "/v1/chat/completions",
-        "post",
-        "Go on with a conversation.",
-        protocol.ChatRequest,
-        responses.ChatCompletion,
-    ),
-    ("/tokenize", "post", "Text to tokens.", protocol.TokenizeRequest, responses.Tokenized),
-    ("/detokenize", "post", "Tokens to text.", protocol.DetokenizeRequest, responses.Detokenized),
-    ("/health", "get", "200 while the engine lives.", None, dict[str, str]),
-    ("/live", "get", "200 unless the engine has stopped or hangs.", None, dict[str, str]),
-    ("/ready", "get", "200 while new requests are admitted.", None, dict[str, str]),
-    ("/metrics", "get", "Prometheus metrics.", None, None),
-    (
-        "/requests",
-        "get",
-        "What the engine is at, request by request, without any text; limit: how many to list.",
-        None,
-        RequestList,
-    ),
-    ("/version", "get", "The server's version.", None, responses.Version),
-]
+HTML = "text/html; charset=utf-8"
 
 
-def docs_routes(config: ServeConfig) -> list[Route]:
-    """Both are made when they are first asked for: most servers never are."""
-    document = cache(lambda: openapi(config))
-    page = cache(lambda: _page(document()))
-
-    async def openapi_json(request: HttpRequest) -> Response:
-        return Response(json.encode(document()), media_type="application/json")
-
-    async def docs(request: HttpRequest) -> Response:
-        return HTMLResponse(page())
-
-    return [
-        Route("/openapi.json", openapi_json, methods=["GET"]),
-        Route("/docs", docs, methods=["GET"]),
-    ]
-
-
-def openapi(config: ServeConfig) -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
-    types = [t for *_, request, response in _OPERATIONS for t in (request, response) if t]
+def openapi(routes: Iterable[HttpRoute], config: ServeConfig) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document."""
+    routes = [route for route in routes if route.summary]
+    types = [each for route in routes for each in (route.request, route.response) if each]
+    types.append(protocol.ErrorAnswer)
     shown, components = msgspec.json.schema_components(
-        [*types, responses.ErrorAnswer], ref_template="#/components/schemas/{name}"
+        types, ref_template="#/components/schemas/{name}"
     )
-    of = dict(zip([*types, responses.ErrorAnswer], shown, strict=True))
-    error = {
-        "description": "An error object; its code is the HTTP status.",
-        "content": {"application/json": {"schema": of[responses.ErrorAnswer]}},
-    }
-    paths: dict[str, Any] = {}
-    for path, method, what, request, response in _OPERATIONS:
-        content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
-        if response is not None:
-            content = {"application/json": {"schema": of[response]}}
-        if request in (protocol.CompletionRequest, protocol.ChatRequest):
-            content[_SSE] = {"schema": {"type": "string"}}
-        operation: dict[str, Any] = {
-            "summary": what,
-            "responses": {
-                "200": {"description": "OK", "content": content},
-                "default": error,
-            },
-        }
-        if request is not None:
-            operation["requestBody"] = {
-                "required": True,
-                "content": {"application/json": {"schema": of[request]}},
-            }
-        if "{model}" in path:
-            operation["parameters"] = [
-                {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-            ]
-        if path == "/requests":
-            number = {"type": "integer", "minimum": 0, "maximum": MOST_LISTED}
-            operation["parameters"] = [{"name": "limit", "in": "query", "schema": number}]
-        if config.keys and path not in ("/health", "/live", "/ready"):
-            operation["security"] = [{"key": []}]
-        paths[path] = {method: operation}
+    schemas = dict(zip(types, shown, strict=True))
+    paths = {route.path: {route.method.lower(): _operation(route, schemas)} for route in routes}
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -125,7 +45,44 @@ def openapi(config: ServeConfig) -> dict[str, Any]:
         document["servers"] = [{"url": config.root_path}]
     if config.keys:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for route in routes:
+            if not route.open:
+                paths[route.path][route.method.lower()]["security"] = [{"key": []}]
     return document
+
+
+def _operation(route: HttpRoute, schemas: dict[Any, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if route.response is not None:
+        content = _json(schemas[route.response])
+    if "stream" in getattr(route.request, "__struct_fields__", ()):
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "responses": {
+            "200": {"description": "OK", "content": content},
+            "default": {
+                "description": "An error object; its code is the HTTP status.",
+                "content": _json(schemas[protocol.ErrorAnswer]),
+            },
+        },
+    }
+    if route.request is not None:
+        operation["requestBody"] = {"required": True, "content": _json(schemas[route.request])}
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()
+    ]
+    if route.prefix:
+        name = route.path.removeprefix(route.prefix).strip("{}")
+        schema = {"type": "string"}
+        parameters.append({"name": name, "in": "path", "required": True, "schema": schema})
+    if parameters:
+        operation["parameters"] = parameters
+    return operation
+
+
+def _json(schema: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
 
 
 def _policy_text() -> str:
@@ -142,7 +99,8 @@ def _policy_text() -> str:
     )
 
 
-def _page(document: dict[str, Any]) -> str:
+def page(document: dict[str, Any]) -> bytes:
+    """Return an OpenAPI document as a page of HTML."""
     schemas = document["components"]["schemas"]
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>Octavo API</title>",
@@ -171,7 +129,7 @@ def _page(document: dict[str, Any]) -> str:
                         f"{html.escape(_type_text(schema))}<td>{needed}"
                     )
                 parts.append("</table></details>")
-    return "".join(parts)
+    return "".join(parts).encode()
 
 
 def _type_text(schema: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Errors as OpenAI's clients read them: ``{"error": {message, type, param, code}}``.
 
-The clients choose their exception by the HTTP status; ``code`` repeats it, ``type`` follows vLLM.
+The clients choose their exception by the HTTP status. ``code`` repeats it; ``type`` follows vLLM.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 
 import msgspec
-from starlette.exceptions import HTTPException
 
 from octavo.engine.stream import EngineDead, OutputUnread
 from octavo.loader.base import ChatTemplateError
@@ -20,39 +19,33 @@ from octavo.scheduler.request import AdmissionError
 
 log = logging.getLogger(__name__)
 
-_TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
-    413: "RequestTooLargeError",
-    415: "UnsupportedMediaTypeError",
-    421: "MisdirectedRequestError",
-    429: "RateLimitError",
-    431: "RequestTooLargeError",
-    500: "InternalServerError",
-    501: "NotImplementedError",
-    503: "ServiceUnavailableError",
-}
-# Why an answer is an error, for the metrics, where nothing more is known than its status.
-_REASONS = {
-    401: "unauthorized",
-    403: "forbidden",
-    404: "not_found",
-    408: "timeout",
-    421: "misdirected",
-    499: "gone",
+# By HTTP status: the error's type, and the metrics' reason where nothing more is known.
+_STATUSES = {
+    400: ("BadRequestError", "invalid"),
+    401: ("AuthenticationError", "unauthorized"),
+    403: ("PermissionDeniedError", "forbidden"),
+    404: ("NotFoundError", "not_found"),
+    405: ("MethodNotAllowedError", "invalid"),
+    408: ("RequestTimeoutError", "timeout"),
+    413: ("RequestTooLargeError", "invalid"),
+    415: ("UnsupportedMediaTypeError", "invalid"),
+    421: ("MisdirectedRequestError", "misdirected"),
+    429: ("RateLimitError", "invalid"),
+    431: ("RequestTooLargeError", "invalid"),
+    499: ("BadRequestError", "gone"),
+    500: ("InternalServerError", "error"),
+    501: ("NotImplementedError", "invalid"),
+    503: ("ServiceUnavailableError", "error"),
 }
 _LONGEST_MESSAGE = 2000  # characters; a message may quote the request
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")  # in what Python writes of an object
-_LONGEST_WAIT = 3600.0  # seconds that a client is told to wait, by prediction
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")  # in Python's repr of an object
+_LONGEST_WAIT_S = 3600.0  # the longest time that a prediction tells a client to wait
 
 
 class ApiError(Exception):
-    """An answer that is an error; ``param`` names the request field at fault, and ``reason`` is
-    what the metrics count it under.
+    """An answer that is an error.
+
+    ``param`` names the request field at fault. The metrics count the error under ``reason``.
     """
 
     def __init__(
@@ -72,10 +65,10 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        return _TYPES.get(self.status, "BadRequestError")
+        return _STATUSES[self.status][0]
 
     def body(self) -> bytes:
-        """The error object; always valid JSON, whatever the message quotes."""
+        """Return the error object. It is valid JSON, whatever the message quotes."""
         return msgspec.json.encode(
             {
                 "error": {
@@ -88,41 +81,39 @@ class ApiError(Exception):
         )
 
 
-class TooMany(ApiError):
-    """429: the same request may succeed here in ``wait`` seconds (None: that is not known), or at
-    another server now. ``reason``, for the metrics, is what there was too much of.
-
-    OpenAI's clients wait for ``retry-after-ms`` where it is there, else for ``Retry-After``, which
-    has whole seconds only.
-    """
-
-    def __init__(self, message: str, wait: float | None, reason: str) -> None:
-        wait = max(0.001, 1.0 if wait is None else wait)
-        if reason != "quota":  # whose time is no prediction
-            wait = min(wait, _LONGEST_WAIT)
-        headers = {
-            "Retry-After": str(math.ceil(wait)),
-            "retry-after-ms": str(math.ceil(wait * 1000)),
-        }
-        super().__init__(429, message, headers=headers, reason=reason)
-
-
 class ClientGone(Exception):
-    """The client has closed the connection; nobody is there to answer."""
+    """The client has closed the connection, so that nobody is there to answer."""
 
 
 def reason_of(status: int) -> str:
-    """One of `REJECTIONS` in serve/metrics."""
-    return _REASONS.get(status, "invalid" if status < 500 or status == 501 else "error")
+    """Return the reason of `REJECTIONS` (metrics/requests.py) that a status alone tells."""
+    return _STATUSES[status][1]
+
+
+def too_many(message: str, wait_s: float | None, reason: str) -> ApiError:
+    """Return a 429: the same request may succeed here in ``wait_s`` seconds (None: unknown), or at
+    another server now. ``reason`` tells the metrics what there was too much of.
+
+    OpenAI's clients wait for ``retry-after-ms`` if it is there, else for ``Retry-After``, which
+    has whole seconds only.
+    """
+    wait_s = max(0.001, 1.0 if wait_s is None else wait_s)
+    if reason != "quota":  # whose time is no prediction
+        wait_s = min(wait_s, _LONGEST_WAIT_S)
+    headers = {
+        "Retry-After": str(math.ceil(wait_s)),
+        "retry-after-ms": str(math.ceil(wait_s * 1000)),
+    }
+    return ApiError(429, message, headers=headers, reason=reason)
 
 
 def draining() -> ApiError:
-    """503: the server is shutting down."""
+    """Return a 503: the server is shutting down."""
     return unavailable("the server is shutting down", close=True, reason="draining")
 
 
 def unavailable(message: str, *, close: bool = False, reason: str | None = None) -> ApiError:
-    """503: the same request may succeed later, here or at a neighbour."""
+    """Return a 503: the same request may succeed later, here or at another server."""
     headers = {"Retry-After": "1"}
     if close:
         headers["Connection"] = "close"
@@ -130,7 +121,7 @@ def unavailable(message: str, *, close: bool = False, reason: str | None = None)
 
 
 def is_fault_of_client(error: Exception) -> bool:
-    """Whether the same request would be refused always and everywhere."""
+    """Return whether every server would always refuse the same request."""
     if isinstance(error, AdmissionError):
         return not error.retryable
     return isinstance(error, InvalidParameter) or (
@@ -139,19 +130,15 @@ def is_fault_of_client(error: Exception) -> bool:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What the client is told. Faults of the server are logged and not described to it."""
+    """Return what the client is told. Faults of the server are logged, not described to it."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, InvalidParameter):
-        return ApiError(400, str(error), error.param)
-    if isinstance(error, AdmissionError):
-        if error.retryable:
-            return TooMany(str(error), error.retry_after, "capacity")
+    if isinstance(error, AdmissionError) and error.retryable:
+        return too_many(str(error), error.retry_after, "capacity")
+    if isinstance(error, InvalidParameter | AdmissionError):
         return ApiError(400, str(error), error.param)
     if isinstance(error, ChatTemplateError):
         return ApiError(400, str(error), "messages")
-    if isinstance(error, HTTPException):
-        return ApiError(error.status_code, error.detail, headers=error.headers)
     if isinstance(error, OutputUnread):
         return unavailable(str(error))
     if isinstance(error, EngineDead):

@@ -1,9 +1,8 @@
-"""API keys with names: who asks, how urgent it is, what latency they are promised, how much they
-may ask.
+"""API keys with names: each may have a priority, a latency target, a share and quotas.
 
-A key file is one JSON object: ``{"keys": [{"key": "sk-…", "name": "chat", …}, …]}``, its fields
-those of `_Entry`; ``sha256`` (hexadecimal) stands for a key that the file should not tell. Names go
-to the log and the metrics, keys never do.
+A key file is one JSON object, ``{"keys": [{"key": "sk-…", "name": "chat", …}, …]}``, with the
+fields of `_KeyEntry`. ``sha256`` (hexadecimal) stands for a key that the file should not tell.
+Names go to the log and the metrics; keys never do.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,13 +18,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from octavo.scheduler.policies.config import PolicyName
+from octavo.scheduler.policies.config import field_users
 from octavo.scheduler.request import LatencyTarget
 from octavo.server.body import convert, decode_object
-from octavo.server.errors import ApiError, TooMany
+from octavo.server.errors import ApiError
 from octavo.server.protocol import Slo
-from octavo.server.quota import Charge, Quota
-from octavo.words import plural
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -36,7 +33,7 @@ SENDABLE = "1 or more visible ASCII characters"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """``digest``: SHA-256 of the key. Raises `ValueError` naming the field, not the key."""
+    """``digest`` is the SHA-256 of the key. Raises `ValueError` naming the field, not the key."""
 
     name: str
     digest: bytes
@@ -47,7 +44,7 @@ class ApiKey:
     max_tokens_per_minute: int | None = None  # of prompts and answers together
     target: LatencyTarget | None = None  # of requests that ask for none
     # Keys with the same salt share cached prefixes. None: the key's name, which stays the same when
-    # the key is replaced and when the server starts again; "": with all that have no key.
+    # the key is replaced and when the server starts again; "": shared with all that have no key.
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
@@ -67,14 +64,15 @@ class ApiKey:
             raise ValueError(f"{self.name}: cache_salt has a NUL")
 
     def salted(self, asked: str | None) -> str | None:
-        """The salt of a request with the ``cache_salt`` that its body asks for: no two pairs of
-        key's salt and body's give the same one, since bodies' salts have no NUL.
+        """Return the salt of a request whose body asks for the ``cache_salt`` ``asked``.
+
+        No two pairs of a key's salt and a body's give the same one: bodies' salts have no NUL.
         """
         own = self.name if self.cache_salt is None else self.cache_salt
         return f"{own}\0{asked or ''}" if own else asked
 
     def priority_of(self, asked: int | None) -> int:
-        """Of a request that asks for a priority, or for none. Raises `ApiError` 403."""
+        """Return the priority of a request that asks for ``asked``. Raises `ApiError` 403."""
         if asked is None:
             return self.priority
         if asked < self.priority and not self.may_raise_priority:
@@ -88,13 +86,14 @@ class ApiKey:
 
 
 def can_be_sent(key: str) -> bool:
-    """Whether a header can carry the key (RFC 9110, 11.4)."""
+    """Return whether a header can carry the key (RFC 9110, 11.4)."""
     return re.fullmatch(r"[\x21-\x7e]+", key) is not None
 
 
 def unnamed(keys: Iterable[str]) -> tuple[ApiKey, ...]:
-    """Keys given without a file: named by their place, without limits. What they share is one
-    cache, for they do not say that they are of several users.
+    """Return keys given without a file: named by their place, without limits.
+
+    They share one cache, since nothing says that they belong to several users.
     """
     return tuple(
         ApiKey(name=f"key-{place}", digest=digest(key.encode()), cache_salt="")
@@ -102,7 +101,7 @@ def unnamed(keys: Iterable[str]) -> tuple[ApiKey, ...]:
     )
 
 
-class _Entry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _KeyEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str
     key: str | None = None
     sha256: str | None = None
@@ -115,76 +114,57 @@ class _Entry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Annotated[str, Meta(max_length=512)] | None = None
 
     def api_key(self) -> ApiKey:
-        if (self.key is None) == (self.sha256 is None):
+        fields = msgspec.structs.asdict(self)
+        key, sha256, slo = (fields.pop(name) for name in ("key", "sha256", "slo"))
+        if (key is None) == (sha256 is None):
             raise ValueError(f"{self.name}: give either key or sha256")
-        if self.key is not None:
-            if not can_be_sent(self.key):
-                raise ValueError(f"{self.name}: key is not {SENDABLE}")
-            found = digest(self.key.encode())
-        else:
-            assert self.sha256 is not None
-            if not _DIGEST.fullmatch(self.sha256.lower()):
-                raise ValueError(f"{self.name}: sha256 is not 64 hexadecimal digits")
-            found = bytes.fromhex(self.sha256)
-        return ApiKey(
-            name=self.name,
-            digest=found,
-            weight=self.weight,
-            priority=self.priority,
-            may_raise_priority=self.may_raise_priority,
-            max_requests_per_minute=self.max_requests_per_minute,
-            max_tokens_per_minute=self.max_tokens_per_minute,
-            target=None if self.slo is None else self.slo.target(),
-            cache_salt=self.cache_salt,
-        )
+        if key is not None and not can_be_sent(key):
+            raise ValueError(f"{self.name}: key is not {SENDABLE}")
+        if sha256 is not None and not _DIGEST.fullmatch(sha256.lower()):
+            raise ValueError(f"{self.name}: sha256 is not 64 hexadecimal digits")
+        found = bytes.fromhex(sha256) if key is None else digest(key.encode())
+        return ApiKey(digest=found, target=None if slo is None else slo.target(), **fields)
 
 
-class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    keys: list[_Entry]
+class _KeyFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    keys: list[_KeyEntry]
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """The keys of a key file. Raises `ValueError` naming the file and the field, never the key;
-    `OSError`.
+    """Return the keys of a key file. Raises `OSError`, and `ValueError` naming the file and the
+    field, never the key.
     """
     with path.open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"{path}: more than {_MOST_BYTES} bytes is no key file")
     try:
-        keys = tuple(entry.api_key() for entry in convert(decode_object(content), _File).keys)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES} bytes is no key file")
+        keys = tuple(entry.api_key() for entry in convert(decode_object(content), _KeyFile).keys)
+        if not keys:
+            raise ValueError("there is no key in it")
+        check_distinct(keys)
     except ApiError as error:
         raise ValueError(f"{path}: {error.message.replace('the request body', 'it')}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not keys:
-        raise ValueError(f"{path}: there is no key in it")
-    try:
-        check_distinct(keys)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return keys
 
 
-_OF_POLICIES: tuple[tuple[str, float, PolicyName], ...] = (
-    ("priority", 0, "priority"),
-    ("weight", 1.0, "fair"),
-)
-
-
 def in_effect(
-    keys: tuple[ApiKey, ...], policy: PolicyName, file: Path | None
+    keys: tuple[ApiKey, ...], policy: str, file: Path | None
 ) -> tuple[tuple[ApiKey, ...], list[str]]:
-    """The keys of ``file`` without what a scheduling policy does not look at, and a sentence for
-    each field of which that is so.
+    """Return the keys of ``file`` without the fields that a scheduling policy ignores, and a
+    sentence for each such field.
     """
     told = []
-    for field, default, its_policy in _OF_POLICIES:
+    for field, default in (("priority", 0), ("weight", 1.0)):
+        users = field_users(field)
         names = [key.name for key in keys if getattr(key, field) != default]
-        if names and policy != its_policy:
+        if names and policy not in users:
             told.append(
                 f"{file or 'the named keys'}: {field} of {', '.join(names)} has no effect under "
-                f"--scheduling-policy {policy}; it has one under --scheduling-policy {its_policy}"
+                f"--scheduling-policy {policy}; it has one under --scheduling-policy "
+                f"{' or '.join(users)}"
             )
             changed: dict[str, Any] = {field: default}
             keys = tuple(replace(key, **changed) for key in keys)
@@ -192,7 +172,7 @@ def in_effect(
 
 
 def check_distinct(keys: Iterable[ApiKey]) -> None:
-    """Raises `ValueError` where two keys have one name, or one key two."""
+    """Raise `ValueError` if two entries have the same name, or the same key."""
     names: set[str] = set()
     digests: dict[bytes, str] = {}
     for key in keys:
@@ -206,63 +186,3 @@ def check_distinct(keys: Iterable[ApiKey]) -> None:
 
 def digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-class Account(Quota):
-    """A key, and what is left of its quotas."""
-
-    def __init__(self, key: ApiKey, ring: Keyring) -> None:
-        super().__init__(key.name, key.max_requests_per_minute, key.max_tokens_per_minute)
-        self.key = key
-        self._ring = ring
-
-    def open(self) -> Charge:
-        self._ring.check_share(self, self.waiting, 1)
-        return super().open()
-
-    def check_prompts(self, waiting: int, prompts: Sequence[int]) -> None:
-        self._ring.check_share(self, waiting, len(prompts))
-        super().check_prompts(waiting, prompts)
-
-
-class Keyring:
-    """The accounts, by key. Bounded: one for each key, whoever asks."""
-
-    def __init__(self, keys: Iterable[ApiKey], queue: int | None = None) -> None:
-        """``queue``: how many requests may wait, if keys are to have fair shares of it."""
-        # Looked up by digest: what the time of that tells is nothing of the key.
-        self._accounts = {key.digest: Account(key, self) for key in keys}
-        self._queue = queue
-
-    def __bool__(self) -> bool:
-        return bool(self._accounts)
-
-    def find(self, key: bytes) -> Account | None:
-        return self._accounts.get(digest(key))
-
-    def check_share(self, account: Account, own: int, more: int) -> None:
-        """One key alone fills no more than half of the queue, and of several each its part, so that
-        there is room for the next: may ``more`` come to its ``own`` that wait? Raises `TooMany`, or
-        `ApiError` 400 for more at once than it may ever have waiting.
-        """
-        if self._queue is None:
-            return
-        ever = max(1, self._queue // 2)
-        if more > ever:
-            raise ApiError(
-                400,
-                f"prompt has {more} prompts, more than the {ever} requests that a key may have "
-                "waiting",
-                "prompt",
-            )
-        others = sum(each is not account and each.waiting > 0 for each in self._accounts.values())
-        most = max(1, self._queue // (others + 2))
-        if own + more > most:
-            come = "" if more == 1 else f"; with {more} more that is too many"
-            raise TooMany(
-                f"{plural(own, 'request')} of the key {account.key.name!r} "
-                f"{'waits' if own == 1 else 'wait'}, of at most {most} while "
-                f"{plural(others, 'other key', 'wait')}{come}",
-                None,
-                "capacity",
-            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -15,21 +15,21 @@ from octavo.server.errors import ApiError
 
 
 def public_name(model: str | Path) -> str:
-    """What clients may know of a model argument: a known name or a Hugging Face id as it is, and
-    of a local path its last part, which may be a link's own name.
+    """Return what clients may know of a model argument: a known name or a Hugging Face id as it
+    is, and the last part of a local path, which may be a link's own name.
     """
     path = Path(model).expanduser()
     return os.path.basename(os.path.abspath(path)) if path.exists() else str(model)
 
 
 def utf8(name: str) -> str:
-    """The name as JSON and metrics can hold it: the bytes of an argument need not be UTF-8."""
+    """Return the name as JSON and metrics can hold it: an argument's bytes need not be UTF-8."""
     return os.fsencode(name).decode(errors="replace")
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """``names``: what requests may call it; the first is what answers call it."""
+    """``names``: those that requests may use; answers carry the first."""
 
     names: tuple[str, ...]
     tokenizer: Tokenizer
@@ -50,9 +50,7 @@ class ServedModel:
         return max(self.max_model_len, self.tokenizer.vocab_size)
 
     def fitting(self, max_tokens: int, num_prompt_tokens: int) -> int:
-        """A default of max_tokens, which is no wish: it gives way to the context, where a number
-        that was asked for may not.
-        """
+        """Return a default of max_tokens, cut to the context. One that was asked for is not cut."""
         room = self.max_model_len - num_prompt_tokens
         return min(max_tokens, room) if room > 0 else max_tokens
 
@@ -61,7 +59,7 @@ class ServedModel:
             raise ApiError(404, f"the model {name!r} does not exist here", "model")
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
-        """Raises `ApiError` 400 naming the first id outside the vocabulary."""
+        """Raise `ApiError` 400 naming the first id outside the vocabulary."""
         size = self.tokenizer.vocab_size
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= size):
             bad = next(token for token in token_ids if not 0 <= token < size)
@@ -70,7 +68,7 @@ class ServedModel:
             )
 
     def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-        """Raises `ApiError` 400 for a text that the tokenizer cannot encode."""
+        """Return token ids. Raises `ApiError` 400 for a text that the tokenizer cannot encode."""
         self.check_length(len(text), param)
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -78,7 +76,7 @@ class ServedModel:
             raise ApiError(400, f"{param}: {error}", param) from None
 
     def check_length(self, characters: int, param: str) -> None:
-        """Refuse, before it is tokenized, a text that fits under no tokenization.
+        """Refuse a text that no tokenization makes short enough, before it is tokenized.
 
         Raises `ApiError` 400 with the arithmetic.
         """
@@ -96,7 +94,7 @@ class ServedModel:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters, at most, that one token stands for."""
+        """The most characters that one token stands for."""
         tokenizer = self.tokenizer
         return max(
             max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)),
@@ -111,26 +109,28 @@ class ServedModel:
             1,
         )
 
+    # Tokens as logprobs show them, remembered: the likely ones come again and again.
+
     @cached_property
-    def shown(self) -> ShownTokens:
-        return ShownTokens(self.tokenizer)
+    def token_text(self) -> Callable[[int], str]:
+        return lru_cache(1 << 14)(self.tokenizer.token_text)
 
+    @cached_property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        return lru_cache(1 << 14)(self.tokenizer.token_bytes)
 
-class ShownTokens:
-    """Tokens as logprobs show them, remembered: the likely ones come again and again."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.text = lru_cache(1 << 14)(tokenizer.token_text)
-        self.bytes = lru_cache(1 << 14)(tokenizer.token_bytes)
-        self.key = lru_cache(1 << 14)(self._key)
-
-    def _key(self, token_id: int) -> str:
-        """The text; of a part of a character its bytes, as OpenAI spells them, for all parts look
-        the same as text.
+    @cached_property
+    def token_key(self) -> Callable[[int], str]:
+        """The text, or the bytes of a part of a character, spelled as OpenAI spells them: as text,
+        all parts look the same.
         """
-        data = self.bytes(token_id)
-        try:
-            data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-        return self.text(token_id)
+
+        def key(token_id: int) -> str:
+            data = self.token_bytes(token_id)
+            try:
+                data.decode()
+            except UnicodeDecodeError:
+                return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            return self.token_text(token_id)
+
+        return lru_cache(1 << 14)(key)

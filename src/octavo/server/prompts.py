@@ -1,4 +1,4 @@
-"""From a request's text or messages to token ids. Everything here runs in a worker thread."""
+"""Make token ids of a request's text or messages. Everything here runs in a worker thread."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from typing import Any, NamedTuple
 from octavo.loader.base import ChatTemplateError, head
 from octavo.server.errors import ApiError
 from octavo.server.model import ServedModel
-from octavo.server.protocol import NEUTRAL_MESSAGE, ChatRequest, TokenizeRequest, drop_neutral
+from octavo.server.protocol import (
+    NEUTRAL_MESSAGE,
+    ChatRequest,
+    TokenizeRequest,
+    drop_neutral,
+    refuse_unknown,
+)
 
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-# What a template is given anyway and a request may not set on the side.
+# Settings that a template gets in any case; a request may not set them another way.
 _TAKEN = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -25,7 +31,10 @@ class Prompt(NamedTuple):
 def completion_prompts(
     model: ServedModel, prompt: str | list[Any], *, add_special_tokens: bool, most: int
 ) -> list[Prompt]:
-    """One text, one list of ids, or a list of texts or of lists of ids; at most ``most``."""
+    """Return the prompts of a text, of token ids, or of a list of either, which may have ``most``.
+
+    Raises `ApiError` 400.
+    """
     if isinstance(prompt, str):
         return [_from_text(model, prompt, "prompt", add_special_tokens)]
     if not prompt:
@@ -50,10 +59,8 @@ def completion_prompts(
 def chat_prompt(
     model: ServedModel, messages: list[dict[str, Any]], request: ChatRequest | TokenizeRequest
 ) -> Prompt:
-    """The messages through the model's template, as ``request`` wants. Raises `ApiError` 400."""
-    add_generation_prompt = request.add_generation_prompt
+    """Render the messages with the model's template, as ``request`` says. Raises `ApiError` 400."""
     continue_final_message = bool(request.continue_final_message)
-    add_special_tokens = bool(request.add_special_tokens)
     template_kwargs = request.chat_template_kwargs or {}
     if model.chat_template is None:
         raise ApiError(
@@ -63,11 +70,9 @@ def chat_prompt(
         raise ApiError(400, "messages is empty", "messages")
     for name in template_kwargs:
         if name in _TAKEN:
-            raise ApiError(
-                400,
-                f"chat_template_kwargs.{name} is not a setting of the template",
-                f"chat_template_kwargs.{name}",
-            )
+            path = f"chat_template_kwargs.{name}"
+            raise ApiError(400, f"{path} is not a setting of the template", path)
+    add_generation_prompt = request.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     elif add_generation_prompt and continue_final_message:
@@ -77,8 +82,7 @@ def chat_prompt(
             "continue_final_message",
         )
     plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    size = sum(len(message["content"]) for message in plain)
-    model.check_length(size, "messages")
+    model.check_length(sum(len(message["content"]) for message in plain), "messages")
     mark = uuid.uuid4().hex  # no conversation contains it
     said = plain[-1]["content"].rstrip()
     space = plain[-1]["content"][len(said) :]
@@ -93,7 +97,7 @@ def chat_prompt(
     except ChatTemplateError as error:
         raise ApiError(400, str(error), "messages") from None
     if continue_final_message:
-        # Cut behind the last message, so that the model goes on with it.
+        # Cut after the last message, so that the model continues it.
         end = text.rfind(mark)
         if end < 0:
             raise ApiError(
@@ -103,9 +107,9 @@ def chat_prompt(
             )
         kept = text.startswith(space + " ", end + len(mark))  # else the template trims messages
         text = head(text, end, space if kept else "")
-    # A plain string has nobody's marks.
+    # A plain string has lost the marks of where the template's own control tokens are.
     shown = str(text) if model.control_tokens_in_content else text
-    return _from_text(model, shown, "messages", add_special_tokens)
+    return _from_text(model, shown, "messages", bool(request.add_special_tokens))
 
 
 def _from_text(model: ServedModel, text: str, param: str, add_special_tokens: bool) -> Prompt:
@@ -123,12 +127,10 @@ def _from_ids(model: ServedModel, token_ids: list[int], param: str) -> Prompt:
 
 
 def _plain(message: dict[str, Any], path: str) -> dict[str, str]:
-    """Role and content as text; whatever else a message carries is refused by name."""
+    """Return role and content as text. Raises `ApiError` 400 naming what else a message carries."""
     message = dict(message)
     drop_neutral(message, NEUTRAL_MESSAGE, path + ".")
-    for name in message:
-        if name not in ("role", "content"):
-            raise ApiError(400, f"unknown parameter: {path}.{name}", f"{path}.{name}")
+    refuse_unknown(message, ("role", "content"), path + ".")
     role = message.get("role")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise ApiError(400, f"{path}.role must be a name such as user", f"{path}.role")
@@ -148,9 +150,7 @@ def _plain(message: dict[str, Any], path: str) -> dict[str, str]:
 def _text_of(part: object, path: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
         raise ApiError(400, f"{path}.type: only text parts are supported", f"{path}.type")
-    for name in part:
-        if name not in ("type", "text"):
-            raise ApiError(400, f"unknown parameter: {path}.{name}", f"{path}.{name}")
+    refuse_unknown(part, ("type", "text"), path + ".")
     text = part.get("text")
     if not isinstance(text, str):
         raise ApiError(400, f"{path}.text must be a text", f"{path}.text")

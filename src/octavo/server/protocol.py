@@ -1,29 +1,33 @@
-"""The request bodies, field by field: what is honoured, what is a label, what is refused.
+"""The bodies of requests and answers, field by field.
 
-A field is one of three things, and there is no fourth:
+A field of a request is one of three things:
 
-- **honoured**: a field of the structs below;
-- **a label** (`LABELS`): it never changes an answer; it is checked and goes to the log;
-- **refused**: `NEUTRAL` lists fields that clients send although they ask for nothing by them. With
-  one of the listed values they are accepted, for they then mean what this server does anyway. With
-  any other value, and for every name not in this file, the request is refused by name.
+- **honoured**: a field of the structs below. The fields of `SamplingFields` are passed on to
+  `SamplingParams` (`sampling_params`).
+- **a label** (`LABELS`): it is checked and logged, and never changes an answer.
+- **refused**: the ``NEUTRAL_…`` tables list fields that clients send although they ask for nothing
+  by them. They are accepted with one of the listed values, which mean what this server does anyway.
+  Any other value, and every name not in this file, is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
+from octavo.engine.snapshot import EngineSnapshot
 from octavo.sampling.params import (
     MAX_LOGIT_BIASES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    InvalidParameter,
+    SamplingParams,
     parameters,
 )
-from octavo.scheduler.request import LatencyTarget
+from octavo.scheduler.request import LatencyTarget, RequestRecord
 from octavo.server.body import convert, decode_object
 from octavo.server.counting import check_counts
 from octavo.server.errors import ApiError
@@ -31,64 +35,53 @@ from octavo.server.errors import ApiError
 # What identifies the caller or the conversation to OpenAI; here it is only written to the log.
 LABELS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
 
-_UNSET_VALUES: tuple[Any, ...] = (None,)
-_NEUTRAL_EVERYWHERE: dict[str, tuple[Any, ...]] = {
+Neutral = dict[str, tuple[Any, ...]]  # a field's values that ask for nothing
+
+
+def _unset(*names: str) -> Neutral:
+    """Return fields that may only be null."""
+    return dict.fromkeys(names, (None,))
+
+
+_NEUTRAL_EVERYWHERE: Neutral = {
+    **_unset("prompt_cache_retention", "prompt_cache_options", "moderation"),
+    **_unset("structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+    **_unset("guided_grammar", "truncate_prompt_tokens", "logits_processors"),
+    **_unset("kv_transfer_params", "vllm_xargs"),
     "store": (None, False),
     "service_tier": (None, "auto", "default"),
     "response_format": (None, {"type": "text"}),
-    "prompt_cache_retention": _UNSET_VALUES,
-    "prompt_cache_options": _UNSET_VALUES,
-    "moderation": _UNSET_VALUES,
-    "structured_outputs": _UNSET_VALUES,
-    "guided_json": _UNSET_VALUES,
-    "guided_regex": _UNSET_VALUES,
-    "guided_choice": _UNSET_VALUES,
-    "guided_grammar": _UNSET_VALUES,
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
     "bad_words": (None, []),
-    "truncate_prompt_tokens": _UNSET_VALUES,
     "spaces_between_special_tokens": (None, True),
-    "logits_processors": _UNSET_VALUES,
-    "kv_transfer_params": _UNSET_VALUES,
-    "vllm_xargs": _UNSET_VALUES,
 }
-NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
+NEUTRAL_COMPLETION: Neutral = {
     **_NEUTRAL_EVERYWHERE,
+    **_unset("prompt_embeds"),
     "suffix": (None, ""),
-    "prompt_embeds": _UNSET_VALUES,
 }
-NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
+NEUTRAL_CHAT: Neutral = {
     **_NEUTRAL_EVERYWHERE,
+    **_unset("audio", "prediction", "reasoning_effort", "verbosity", "web_search_options"),
+    **_unset("chat_template"),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),  # there are no tools to choose from
     "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "audio": _UNSET_VALUES,
     "modalities": (None, ["text"]),
-    "prediction": _UNSET_VALUES,
-    "reasoning_effort": _UNSET_VALUES,
     "include_reasoning": (None, True),
-    "verbosity": _UNSET_VALUES,
-    "web_search_options": _UNSET_VALUES,
     "documents": (None, []),
-    "chat_template": _UNSET_VALUES,
     "echo": (None, False),
     "best_of": (None, 1),
 }
 # What a message may carry beside its role and content: clients send an answer back whole.
-NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
-    "name": _UNSET_VALUES,
-    "refusal": _UNSET_VALUES,
-    "audio": _UNSET_VALUES,
+NEUTRAL_MESSAGE: Neutral = {
+    **_unset("name", "refusal", "audio", "tool_call_id", "function_call", "parsed", "reasoning"),
+    **_unset("reasoning_content"),
     "annotations": (None, []),
     "tool_calls": (None, []),
-    "tool_call_id": _UNSET_VALUES,
-    "function_call": _UNSET_VALUES,
-    "parsed": _UNSET_VALUES,
-    "reasoning": _UNSET_VALUES,
-    "reasoning_content": _UNSET_VALUES,
 }
 
 Label = Annotated[str, Meta(max_length=512)]
@@ -104,7 +97,7 @@ Milliseconds = Annotated[float, Meta(ge=1e-3, le=1e9)]
 
 
 class Slo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What latency is promised, in milliseconds: to the first token, per token after it, to the
+    """The latency that is promised, in milliseconds: to the first token, per token after it, to the
     end.
     """
 
@@ -113,10 +106,8 @@ class Slo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     e2el: Milliseconds | None = None
 
     def target(self) -> LatencyTarget:
-        def seconds(limit: float | None) -> float | None:
-            return None if limit is None else limit / 1000
-
-        return LatencyTarget(seconds(self.ttft), seconds(self.tpot), seconds(self.e2el))
+        limits = (self.ttft, self.tpot, self.e2el)
+        return LatencyTarget(*(None if limit is None else limit / 1000 for limit in limits))
 
 
 if TYPE_CHECKING:
@@ -171,7 +162,7 @@ class GenerateRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     ) = None
 
 
-# What is in it is checked a list at a time: one call for all would hold up everyone.
+# Its content is checked one list at a time: one call for all would hold up everyone.
 Prompts = Annotated[
     list[Any],
     Meta(
@@ -189,7 +180,7 @@ Prompts = Annotated[
 
 
 class CompletionRequest(GenerateRequest, kw_only=True, forbid_unknown_fields=True):
-    """``prompt``: a text, its token ids, or a list of either."""
+    """``prompt`` is a text, its token ids, or a list of either."""
 
     prompt: str | Prompts
     best_of: int | None = None  # only the value of n
@@ -225,7 +216,183 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     tokens: list[int]
 
 
-# What a field of a long body may have, beside what its model could use (`most_values`).
+# Answers. What OpenAI's API does not have is left out unless it was asked for.
+
+json = msgspec.json.Encoder()
+Finish = Literal["stop", "length"]
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    """Draft tokens that became output, and those checked in vain (not charged)."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+    @staticmethod
+    def of(records: list[RequestRecord], *, predictions: bool | None = False) -> Usage:
+        usage = Usage(0, 0, 0, PromptTokensDetails(0))
+        if predictions:
+            usage.completion_tokens_details = CompletionTokensDetails(0, 0)
+        for record in records:
+            usage.add(
+                record.prompt_tokens,
+                record.completion_tokens,
+                record.cached_tokens,
+                record.draft_tokens,
+                record.accepted_tokens,
+            )
+        return usage
+
+    def add(self, prompt: int, completion: int, cached: int, drafted: int, accepted: int) -> None:
+        self.prompt_tokens += prompt
+        self.completion_tokens += completion
+        self.total_tokens += prompt + completion
+        self.prompt_tokens_details.cached_tokens += cached
+        if self.completion_tokens_details is not UNSET:
+            self.completion_tokens_details.accepted_prediction_tokens += accepted
+            self.completion_tokens_details.rejected_prediction_tokens += drafted - accepted
+
+
+class CompletionLogprobs(msgspec.Struct):
+    text_offset: list[int]  # characters from the start of this choice's text
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatLogprob]
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; None for the first token
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish | None
+    stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish | None
+    stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "octavo"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokenized(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct):
+    prompt: str
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+class RequestList(msgspec.Struct):
+    model: str
+    version: str
+    draining: bool
+    engine: EngineSnapshot
+
+
+class ErrorBody(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorAnswer(msgspec.Struct):
+    error: ErrorBody
+
+
+# How many values a field of a long body may have, beside what its model could use (`most_values`).
 _MOST_VALUES = {
     "logit_bias": MAX_LOGIT_BIASES,
     "stop": MAX_STOP_STRINGS,
@@ -237,14 +404,9 @@ _MOST_IDS = 1 << 20  # of all prompts of a request: as many as may wait
 
 
 def most_values(each: int) -> dict[str, int]:
-    """How many values each field of a request may have; ``each``: entries of a list."""
-    ids = ("allowed_token_ids", "banned_token_ids", "tokens")
-    return {
-        **_MOST_VALUES,
-        **dict.fromkeys(ids, each),
-        "prompt": max(each, _MOST_IDS),
-        "messages": each,
-    }
+    """Return how many values each field of a request may have; ``each``: entries of a list."""
+    longer = ("allowed_token_ids", "banned_token_ids", "tokens", "messages")
+    return {**_MOST_VALUES, **dict.fromkeys(longer, each), "prompt": max(each, _MOST_IDS)}
 
 
 _PROMPT: Any = str | int | list[int]  # or, where it is a number, a part of one
@@ -252,24 +414,21 @@ _LONG_LIST = 1 << 16  # entries; what is no longer is checked in a millisecond
 
 R = TypeVar("R", bound=msgspec.Struct)
 
-_NEUTRAL_OF: dict[type[msgspec.Struct], dict[str, tuple[Any, ...]]] = {
+_NEUTRAL_OF: dict[type[msgspec.Struct], Neutral] = {
     CompletionRequest: NEUTRAL_COMPLETION,
     ChatRequest: NEUTRAL_CHAT,
-    TokenizeRequest: {},
-    DetokenizeRequest: {},
 }
 
 
 def parse(fields: dict[str, Any], to: type[R], longest: int = 0) -> R:
-    """The request in ``fields``. Raises `ApiError` 400 naming what is unknown or not supported, and
-    a list or map that has more than ``longest`` entries and is long: checking its entries would
-    hold up everyone, for that is one call into C.
+    """Return the request in ``fields``.
+
+    Raises `ApiError` 400 naming what is unknown or not supported, and any list or map that is long
+    and has more than ``longest`` entries: checking its entries is one call into C, which would hold
+    up everyone.
     """
-    drop_neutral(fields, _NEUTRAL_OF[to], "")
-    known = to.__struct_fields__
-    for name in fields:
-        if name not in known:
-            raise ApiError(400, f"unknown parameter: {name}", name)
+    drop_neutral(fields, _NEUTRAL_OF.get(to, {}), "")
+    refuse_unknown(fields, to.__struct_fields__, "")
     most = max(longest, _LONG_LIST)
     for path, entries in _sizes(fields):
         if entries > most:
@@ -281,15 +440,15 @@ def parse(fields: dict[str, Any], to: type[R], longest: int = 0) -> R:
 
 
 def read(body: bytes, to: type[R], longest: int) -> R:
-    """`parse` of what is in ``body``, which is counted before it is decoded."""
+    """Count what is in ``body``, then decode and `parse` it."""
     each = max(longest, _LONG_LIST)
     check_counts(body, most_values(each), _OTHER_VALUES, each)
     return parse(decode_object(body), to, longest)
 
 
 def _sizes(fields: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Entries of what is checked in one call: each field, with all maps in it, and each list in
-    one.
+    """Yield the path and the entries of what is checked in one call: each field with all maps in
+    it, and each list in a field.
     """
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -309,11 +468,75 @@ def _check_prompts(prompts: list[Any]) -> None:
         convert(item, _PROMPT, f"prompt[{index}]")
 
 
-def drop_neutral(fields: dict[str, Any], neutral: dict[str, tuple[Any, ...]], path: str) -> None:
-    """Take out of ``fields`` what asks for nothing. Raises `ApiError` 400 for the rest."""
+def drop_neutral(fields: dict[str, Any], neutral: Neutral, path: str) -> None:
+    """Remove from ``fields`` what asks for nothing. Raises `ApiError` 400 for other values."""
     for name in fields.keys() & neutral.keys():
         value = fields[name]
         # By type as well: 1 == True and 0 == False, but a number is no switch.
         if not any(type(value) is type(ok) and value == ok for ok in neutral[name]):
             raise ApiError(400, f"{path}{name} is not supported by this server", path + name)
         del fields[name]
+
+
+def refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], path: str) -> None:
+    """Raise `ApiError` 400 for the first name that is not ``known``."""
+    for name in fields:
+        if name not in known:
+            raise ApiError(400, f"unknown parameter: {path}{name}", path + name)
+
+
+# Parameters that are passed on as they are: each endpoint makes its own sense of the other two.
+_SAMPLING = tuple(name for name in parameters() if name not in ("max_tokens", "logprobs"))
+_TOKEN_LISTS = ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids")
+# Entries of such lists, over all choices: each sequence keeps its own, and a short body can ask for
+# a whole vocabulary in a thousand choices.
+_MOST_LISTED = 1 << 20
+
+
+def sampling_params(
+    request: GenerateRequest,
+    defaults: Mapping[str, Any],
+    *,
+    choices: int,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> SamplingParams:
+    """Return what the request says, or else ``defaults`` (the model's own) say.
+
+    ``choices``: how many sequences will have these parameters. The engine validates them against
+    the model. Raises `InvalidParameter`.
+    """
+    for name in _TOKEN_LISTS:
+        count = len(getattr(request, name) or ())
+        if count * choices > _MOST_LISTED:
+            raise InvalidParameter(
+                name,
+                f"{name} has {count} tokens for each of {choices} choices: {count * choices}, "
+                f"more than {_MOST_LISTED}",
+            )
+    fields: dict[str, Any] = {}
+    for name in _SAMPLING:
+        value = getattr(request, name)
+        if value is None:
+            value = defaults.get(name)
+        elif isinstance(value, list):
+            value = tuple(value)
+        if value is not None:
+            fields[name] = value
+    if isinstance(request.stop, str):
+        fields["stop"] = (request.stop,)
+    if request.logit_bias is not None:
+        fields["logit_bias"] = _logit_bias(request.logit_bias)
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **fields)
+
+
+def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
+    """Return the biases by token id. JSON's keys are texts: "42" is token 42."""
+    by_id: dict[int, float] = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise InvalidParameter("logit_bias", f"logit_bias: {key!r} is not a token id")
+        if int(key) in by_id:
+            raise InvalidParameter("logit_bias", f"logit_bias: token {int(key)} is given twice")
+        by_id[int(key)] = value
+    return by_id

@@ -14,8 +14,9 @@ from octavo.executor.base import Batch
 from octavo.kv_cache.cache import KvCache, peak_blocks
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.families import program
-from octavo.scheduler.sequence import RequestState, Status
+from octavo.scheduler.request import RequestRecord
 from octavo.scheduler.sequence import Sequence as Seq
+from octavo.scheduler.sequence import Status
 from octavo.spec_decode import tuning
 from octavo.spec_decode.draft_checkpoint import DraftModel
 from octavo.spec_decode.drafter import NO_DRAFT, Draft, ModelDrafter, Target
@@ -139,7 +140,7 @@ class DraftModelDrafter(ModelDrafter):
                 spans.append(self._span(seq, cache, missing, most))
                 left -= missing
         left = min(left, tuning.DRAFT_MODEL_READING_TOKENS)
-        reading: set[RequestState] = set()  # its other choices find what this one leaves
+        reading: set[RequestRecord] = set()  # its other choices find what this one leaves
         for missing, _, seq, most in sorted(behind):  # a long text keeps nobody waiting
             cache = self._caches.get(seq)
             if left < 1 or (cache is None and seq.owner in reading):
@@ -149,7 +150,7 @@ class DraftModelDrafter(ModelDrafter):
                 continue
             reading.add(seq.owner)
             missing = self._missing(seq)
-            size = min(missing, left, self.kv.room(cache.slot))
+            size = min(missing, left, self.kv.capacity(cache.slot))
             if size >= 1:
                 spans.append(self._span(seq, cache, size, most if size == missing else 0))
                 left -= size
@@ -159,7 +160,7 @@ class DraftModelDrafter(ModelDrafter):
 
     def _span(self, seq: Seq, cache: _DraftCache, size: int, most: int) -> _Span:
         """Reserve places for ``size`` tokens and, as far as there is room, a draft behind them."""
-        most = min(most, 1 + self.kv.room(cache.slot) - size)
+        most = min(most, 1 + self.kv.capacity(cache.slot) - size)
         self.kv.reserve(cache.slot, size + max(0, most - 1))
         cache.used = self._step
         return _Span(seq, cache, int(self.kv.num_tokens[cache.slot]), size, most)
@@ -188,13 +189,13 @@ class DraftModelDrafter(ModelDrafter):
         right = agreement(cache.drafted, seq.token_ids[start:-1])
         cache.drafted.clear()
         self.kv.advance(cache.slot, right)
-        self.kv.settle(cache.slot)
+        self.kv.trim(cache.slot)
         self.kv.register(cache.slot, seq.token_ids)
 
     def _open(self, seq: Seq) -> _DraftCache | None:
         """Open a slot for a text if it fits beside the others, except those unused for long."""
         kv = self.kv
-        salt = seq.owner.request.cache_salt
+        salt = seq.owner.cache_salt
         while True:
             hit = kv.lookup(seq.token_ids, salt)
             need = needed_blocks(kv.layout, len(seq.token_ids)) - kv.blocks_in_use(hit)
@@ -243,7 +244,7 @@ class DraftModelDrafter(ModelDrafter):
         if seq in self._caches:
             return len(seq.token_ids) - int(self.kv.num_tokens[self._caches[seq].slot])
         if seq not in self._found:
-            hit = self.kv.lookup(seq.token_ids, seq.owner.request.cache_salt)
+            hit = self.kv.lookup(seq.token_ids, seq.owner.cache_salt)
             self._found[seq] = hit.num_tokens
         return len(seq.token_ids) - self._found[seq]
 

@@ -44,7 +44,7 @@ class LayerSkipDrafter(ModelDrafter):
         try:
             for seq, count in zip(decoding, counts, strict=True):
                 # The token behind the draft needs a place, too, when it is verified.
-                most = min(count, kv.room(seq.slot) - 1)
+                most = min(count, kv.capacity(seq.slot) - 1)
                 if most < 1 or len(drafts) == self._executor.max_logits_rows:
                     continue
                 held[seq.slot] = int(kv.num_blocks[seq.slot])
@@ -57,7 +57,7 @@ class LayerSkipDrafter(ModelDrafter):
         finally:
             for slot, num_blocks in held.items():
                 if kv.num_blocks[slot] != num_blocks:
-                    kv.settle(slot)
+                    kv.trim(slot)
                     kv.reserve(slot, 1)  # the next token's place, as it was
         return [drafts[seq].draft() if seq in drafts else NO_DRAFT for seq in decoding]
 
@@ -67,8 +67,8 @@ class LayerSkipDrafter(ModelDrafter):
         copies = NO_COPIES
         if not passes:
             # Blocks that are still to be copied or loaded for this step may be read and written.
-            if kv.tiers is not None:
-                kv.tiers.transfer()
+            if kv.connectors is not None:
+                kv.connectors.transfer()
             copies = kv.take_copies()
         try:
             return self._executor.execute(

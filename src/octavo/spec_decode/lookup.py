@@ -56,7 +56,7 @@ class Lookup:
         if given:
             self._drafter.extend(self.numbers[seq], tokens)
         else:
-            self._drafter.start(self.numbers[seq], tokens, seq.owner.request.cache_salt)
+            self._drafter.start(self.numbers[seq], tokens, seq.owner.cache_salt)
         if len(tokens) > tuning.NEW_TEXT_TOKENS:
             self.reading_seconds += self._now() - before
         self._given[seq] += len(tokens)

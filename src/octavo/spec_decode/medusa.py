@@ -327,7 +327,7 @@ class MedusaDrafter(ModelDrafter):
 
 def _likeliest(seq: Seq) -> bool:
     """Return whether the sequence draws the likeliest token, whatever came before."""
-    params = seq.owner.request.params
+    params = seq.owner.params
     return (
         params.temperature < MIN_TEMPERATURE
         and params.presence_penalty == params.frequency_penalty == 0.0

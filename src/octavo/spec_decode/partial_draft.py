@@ -44,7 +44,7 @@ class PartialDraft:
         """Return a draft without tokens yet."""
         state: SamplerState = seq.output.sampler
         # A greedy draw is certain.
-        drawn = probabilities and seq.owner.request.params.temperature >= MIN_TEMPERATURE
+        drawn = probabilities and seq.owner.params.temperature >= MIN_TEMPERATURE
         return cls(seq, most, state.fork(seq.choice), [] if drawn else None, row=row)
 
     @property

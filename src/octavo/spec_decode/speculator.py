@@ -377,7 +377,7 @@ class Speculator:
         """End a sequence whose last ``num_cut`` tokens did not become output."""
         if self._last is not None:
             self._last.worth -= num_cut * self._last.token_worth
-        self._let_go(seq, len(seq.token_ids) - num_cut - seq.owner.num_prompt_tokens, num_cut)
+        self._let_go(seq, len(seq.token_ids) - num_cut - seq.owner.prompt_tokens, num_cut)
 
     def forget(self, seq: Seq) -> None:
         """Forget a sequence that will begin anew. The tokens of the step that failed were never

@@ -16,6 +16,7 @@ import strict_json
 from executor.test_limits import made_up
 from octavo.cli import app
 from octavo.cli.calibrate import as_text, disturbance
+from octavo.engine.calibration import Calibration, CalibrationKey, KindError, Moment, Prediction
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import load_engine
 from octavo.executor.base import Batch, StepResult
@@ -28,12 +29,12 @@ from octavo.models.config import Activation, Experts, Layer, ModelConfig, Rope
 from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import Request, RequestRecord
+from octavo.tools.plan import calibrating
 from octavo.tools.plan import subject as planned
-from octavo.tools.plan.calibration import Calibration, CalibrationKey, Moment
-from octavo.tools.plan.fitting import KindError, Observation, fit, kind_of, slowness
+from octavo.tools.plan.calibrating import misfit
+from octavo.tools.plan.fitting import Observation, fit, kind_of, slowness
 from octavo.tools.plan.hardware import Device
 from octavo.tools.plan.observing import Unobservable, observe, probe
-from octavo.tools.plan.prediction import Prediction
 from octavo.tools.plan.quantization import Stored
 from octavo.tools.plan.simulation import Setup, simulated_engine
 
@@ -308,17 +309,17 @@ def test_a_calibration_of_before_others_were_counted_is_read() -> None:
     data = calibration(key()).as_dict()
     del data["others"]
     assert Calibration.from_dict(data) == calibration(key())
-    with pytest.raises(ValueError, match="others is -1"):
+    with pytest.raises(ValueError, match=r"\$\.others"):
         Calibration.from_dict(data | {"others": -1})
 
 
 def test_a_calibration_that_no_longer_fits_the_machine_says_so() -> None:
     stored = calibration(key())
-    assert stored.misfit(stored.limits) == ""
-    assert stored.misfit(stored.limits.slowed(1.2)) == ""
-    assert "reading memory is 0.50 times as fast here" in stored.misfit(stored.limits.slowed(2, 1))
-    assert "arithmetic is 2.00 times as fast here" in stored.misfit(stored.limits.slowed(1, 0.5))
-    assert "octavo calibrate again" in stored.misfit(stored.limits.slowed(2))
+    assert misfit(stored, stored.limits) == ""
+    assert misfit(stored, stored.limits.slowed(1.2)) == ""
+    assert "reading memory is 0.50 times as fast here" in misfit(stored, stored.limits.slowed(2, 1))
+    assert "arithmetic is 2.00 times as fast here" in misfit(stored, stored.limits.slowed(1, 0.5))
+    assert "octavo calibrate again" in misfit(stored, stored.limits.slowed(2))
 
 
 def test_no_progress_counts_below_zero() -> None:
@@ -356,8 +357,8 @@ def test_nothing_else_gets_it() -> None:
         key(EngineConfig(threads=1)),
         key(EngineConfig(threads=2, isa="generic")),
         key(layout=KvLayout.of(CONFIG, dtype=KvDtype.INT8)),
-        key()._replace(cpu="another"),
-        key()._replace(kernels="another"),
+        replace(key(), cpu="another"),
+        replace(key(), kernels="another"),
         CalibrationKey.of(
             PROGRAM,
             formats | {"layers.3.ffn_up": WeightFormat.Q4_0},
@@ -370,7 +371,7 @@ def test_nothing_else_gets_it() -> None:
 
 
 def test_a_file_of_another_subject_is_not_believed() -> None:
-    mine, other = key(), key()._replace(cpu="another")
+    mine, other = key(), replace(key(), cpu="another")
     path = calibration(other).save()
     path.rename(mine.path)
     assert Calibration.load(mine) is None
@@ -474,8 +475,8 @@ def test_the_simulator_takes_what_is_stored() -> None:
     assert rates(setup()) == TRUE
     assert "3.0%" in setup().basis()
     paced = simulated_engine(replace(setup(), config=replace(setup().config, itl_target=0.05)))
-    assert paced.pace is not None
-    assert paced.pace.spread == pytest.approx(0.03 / 0.6745)
+    assert paced.step_times.predicts_steps
+    assert paced.step_times.spread == pytest.approx(0.03 / 0.6745)
     assert setup().basis().endswith("at the speed that the machine had then")
     moment = Moment(1.25, 0.9, "2026-02-03T04:05:06+00:00", 150)
     replace(calibration(key()), moment=moment).save()
@@ -584,7 +585,7 @@ def test_a_refresh_keeps_the_calibration() -> None:
     loaded = load_engine(model, EngineConfig(threads=1, kv_cache_memory_bytes=8 << 20))
     try:
         stored = calibration(CalibrationKey.loaded(loaded))
-        fresh = stored.refreshed(loaded, seconds=0.1)
+        fresh = calibrating.refreshed(stored, loaded, seconds=0.1)
         assert fresh.moment is not None
         assert fresh.moment.steps >= 20
         assert replace(fresh, moment=None) == stored
@@ -599,7 +600,7 @@ def test_confirming_sees_how_fast_the_machine_is(monkeypatch: pytest.MonkeyPatch
     """And is compared with what is predicted for that speed; the search's own figures stay."""
     pytest.importorskip("octavo._native")
     moment = Moment(40.0, 40.0, "2026-05-06T07:08:09+00:00", 99)
-    monkeypatch.setattr(Calibration, "refreshed", lambda self, _: replace(self, moment=moment))
+    monkeypatch.setattr(calibrating, "refreshed", lambda self, _: replace(self, moment=moment))
     model = Path(__file__).parents[2] / "oracle" / "tiny-llama.gguf"
     loaded = load_engine(model, EngineConfig(threads=1, kv_cache_memory_bytes=8 << 20))
     stored = calibration(CalibrationKey.loaded(loaded))
@@ -625,7 +626,7 @@ def test_confirming_sees_how_fast_the_machine_is(monkeypatch: pytest.MonkeyPatch
 def test_the_command_refreshes_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("octavo._native")
     monkeypatch.setattr(
-        Calibration,
+        calibrating,
         "refreshed",
         lambda self, _: replace(self, moment=Moment(1.3, 0.95, "2026-05-06T07:08:09+00:00", 99)),
     )
@@ -699,7 +700,7 @@ def test_what_cannot_be_observed_is_refused_in_a_line(monkeypatch: pytest.Monkey
     monkeypatch.setattr(loaded.engine.executor, "execute", broken)
     try:
         with pytest.raises(SettingsError, match=r"cannot run the load: .*no arithmetic today"):
-            Calibration.measure(loaded, seconds=1.0)
+            calibrating.measure(loaded, seconds=1.0)
     finally:
         loaded.engine.close()
 

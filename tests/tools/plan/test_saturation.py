@@ -263,7 +263,7 @@ def test_only_shares_fitted_to_published_runs_have_their_error() -> None:
 
 
 def test_a_refresh_makes_a_calibration_surer_for_two_minutes() -> None:
-    from octavo.tools.plan.calibration import Moment
+    from octavo.engine.calibration import Moment
 
     now = datetime(2026, 6, 1, tzinfo=UTC)
     stored = calibration(key())

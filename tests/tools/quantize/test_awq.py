@@ -14,7 +14,7 @@ from octavo.loader.bind import ROUTER
 from octavo.loader.dequantize import dequantize
 from octavo.models import families
 from octavo.models.config import ModelConfig
-from octavo.models.program import Program
+from octavo.models.program import Program, Values, slots
 from octavo.tools.quantize.awq import awq, best_scale, fold
 from octavo.tools.quantize.calibrate import Moments
 from octavo.tools.quantize.gptq import relative_loss
@@ -50,7 +50,7 @@ def inputs_of(
 ) -> list[tuple[LayerOps, list[tuple[SharedInput, Moments | None]]]]:
     """Each layer with its inputs' moments."""
     before, layers = split(program)
-    values: evaluate.Values = {}
+    values: Values = {}
     evaluate.run(before, program.config, weights, values, IDS)
     found = []
     for layer in layers:
@@ -61,7 +61,7 @@ def inputs_of(
             x = values[shared.x]
             width = program.weights[shared.roles[0]][1]
             if shared.expert is not None:
-                chosen, rows = evaluate.slots(x, values[shared.route], tiny.EXPERTS, width)
+                chosen, rows = slots(x, values[shared.route], tiny.EXPERTS, width)
                 x = rows[chosen == shared.expert]
             moments = Moments(width)
             moments.add(x)

@@ -17,6 +17,7 @@ from octavo.executor.reference import evaluate
 from octavo.loader import load
 from octavo.loader.bind import ROUTER
 from octavo.models import families
+from octavo.models.program import slots
 from octavo.tools.quantize.calibrate import Moments
 from octavo.tools.quantize.gptq import relative_loss
 from octavo.tools.quantize.hf_model import places
@@ -144,7 +145,7 @@ def test_an_expert_learns_from_its_own_rows(tmp_path: Path) -> None:
             continue
         role = shared.roles[0]
         width = program.weights[role][1]
-        numbers, rows = evaluate.slots(values[shared.x], values[shared.route], experts, width)
+        numbers, rows = slots(values[shared.x], values[shared.route], experts, width)
         moments = Moments(width)
         moments.add(rows[numbers == shared.expert])
         loss = relative_loss(weights[role], after[role], moments.second)

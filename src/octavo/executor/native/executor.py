@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from octavo.executor.base import (
     ExecutorSizes,
     Float32,
     Int32,
+    LoadOptions,
+    Profiled,
     RegionTime,
     StepResult,
     check_weights,
@@ -28,12 +30,13 @@ from octavo.executor.base import (
 )
 from octavo.executor.cost import CostModel
 from octavo.executor.native import lower
-from octavo.executor.native.packing import cost_model, held_bytes, tier_name
+from octavo.executor.native.packing import all_held_bytes, cost_model, held_bytes, tier_name
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import Checkpoint, CheckpointError, Weight, WeightFormat
+from octavo.loader.dequantize import dequantize
 from octavo.machine.cpu import usable_cpus
 from octavo.machine.limits import Limits
-from octavo.models.config import Activation, Experts, Rope
+from octavo.models.config import Experts, Rope
 from octavo.models.program import Embed, PagedAttention, Program, RopeAndStoreKv
 from octavo.sampling.native import NativeSampler
 from octavo.words import plural
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 4 << 20  # of the file, that loading holds beside the packed weights
+_FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
 # KvKind of kernels/kernels.h.
 _KV_KINDS = {KvDtype.FP16: 0, KvDtype.BF16: 1, KvDtype.INT8: 2, KvDtype.INT4: 3}
 
@@ -65,6 +69,11 @@ class NativeExecutor(Executor):
     capabilities = Capabilities(
         "native",
         KvDtype.served(),
+        # Raise this when a change can alter a bit of a block or of logits for the same weights,
+        # tokens and tier: in kernels and compiler flags, in lowering, in what a family's Program
+        # computes, in how a loader converts weights, or in how blocks are packed. Files of cached
+        # blocks then get other names and are not found any more. A change that leaves all bits as
+        # they are does not raise it (tests/engine/test_same_bits.py, tests/oracle).
         numerics=1,
         hidden_rows=True,
         added_programs=True,
@@ -148,6 +157,23 @@ class NativeExecutor(Executor):
         )
         self._costs.append(self._count(program))
         self.digest = self._loader.digest.digest() if self._loader.digest else b""
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        program: Program,
+        layout: KvLayout,
+        **options: Unpack[LoadOptions],
+    ) -> NativeExecutor:
+        options.pop("rates", None)
+        return cls(checkpoint, program, layout, **options)  # type: ignore[misc]
+
+    @classmethod
+    def held_bytes(
+        cls, weights: Iterable[Weight], program: Program, source: str, isa: str | None
+    ) -> int:
+        return all_held_bytes(weights, program, source, isa)
 
     def add_program(
         self,
@@ -280,19 +306,12 @@ class NativeExecutor(Executor):
         self._open.set_profiling(True)
         self._open.reset_profile()
 
-    def profile(self) -> list[RegionTime]:
-        return [
+    def profile(self) -> Profiled:
+        regions = [
             RegionTime(name, region.ops, seconds)
             for region, (name, seconds) in zip(self._regions, self._open.profile(0), strict=True)
         ]
-
-    @property
-    def num_meetings(self) -> int:
-        return self._open.num_jobs
-
-    @property
-    def last_meeting(self) -> float:
-        return self._open.last_meeting
+        return Profiled(regions, self._open.num_jobs, self._open.last_meeting)
 
     def close(self) -> None:
         self._loader = None
@@ -308,7 +327,7 @@ class _Held(NamedTuple):
 
 
 class _Loader:
-    """Hands weights and lowered programs to the runtime."""
+    """Hand weights and lowered programs to the runtime."""
 
     def __init__(
         self, runtime: _native.Runtime, layout: KvLayout, digest: _Hash | None = None
@@ -343,7 +362,7 @@ class _Loader:
         plan = lower.lower(program, formats, self.runtime, self.order_of, keep_hidden=keep_hidden)
         self.runtime.allocate_activations(plan.row_bytes, plan.local_row_bytes)
         self.runtime.add_program(
-            [(region.name, region.selected, self._work(region.work)) for region in plan.regions],
+            [(region.name, region.selected, self._built(region.work)) for region in plan.regions],
             ids,
         )
         return plan.regions
@@ -368,7 +387,9 @@ class _Loader:
             if len(weight.shape) == 2:
                 number = self._matrix(weight)
             else:
-                floats = _floats(weight)
+                if weight.format not in _FLOATS:
+                    raise CheckpointError(f"{weight.name}: a vector in format {weight.format.name}")
+                floats = dequantize(weight)
                 number = self.runtime.add_vector(floats.tolist())
                 if self.digest is not None:
                     self.digest.update(floats.data)
@@ -382,7 +403,7 @@ class _Loader:
             )
 
     def _order(self, weight: Weight, order: npt.NDArray[np.int32]) -> int:
-        """The runtime's number for an order; equal ones have the same."""
+        """Return the runtime's number for an order; equal orders have the same."""
         key = np.ascontiguousarray(order, np.int32).tobytes()
         if key not in self.orders:
             columns = weight.shape[1]
@@ -401,11 +422,8 @@ class _Loader:
             self.scaled[key] = self.runtime.scale_vector(vector, factor)
         return self.scaled[key]
 
-    def _numbers(self, roles: Iterable[str]) -> list[int]:
-        return [self.held[role].number for role in roles]
-
     def _matrix(self, weight: Weight) -> int:
-        """Packs it, giving back what has been read as it goes: a matrix may be most of a model."""
+        """Pack a matrix, giving back the pages read as it goes: it may be most of a model."""
         rows, columns = weight.shape
         matrix = self.runtime.add_matrix(weight.format, rows, columns, weight.group)
         step = max(_READ_BYTES * rows // weight.nbytes // 16, 1) * 16  # the kernels' blocks
@@ -429,12 +447,8 @@ class _Loader:
 
     def _rope(self, rope: Rope) -> int:
         if rope not in self.ropes:
-            pairs = np.arange(rope.dim // 2)
-            frequencies = rope.scale * rope.theta ** (-2.0 * pairs / rope.dim)
-            if rope.factors:
-                frequencies = frequencies / np.asarray(rope.factors)
             self.ropes[rope] = self.runtime.add_rope(
-                rope.dim, rope.interleaved, frequencies.tolist(), rope.magnitude
+                rope.dim, rope.interleaved, rope.frequencies.tolist(), rope.magnitude
             )
         return self.ropes[rope]
 
@@ -444,129 +458,35 @@ class _Loader:
             self.routings[key] = self.runtime.add_routing(*key)
         return self.routings[key]
 
-    def _work(self, work: lower.Work) -> _native.Region:
-        match work:
-            case lower.Rows(steps):
-                return _native.RowsRegion([self._step(step) for step in steps])
-            case lower.Linears(parts, accumulate):
-                return _native.LinearRegion(
-                    [
-                        _native.LinearPart(
-                            self.held[part.weight].number,
-                            _prepared(part.activations),
-                            _value(part.out),
-                            -1 if part.bias is None else self.held[part.bias].number,
-                        )
-                        for part in parts
-                    ],
-                    accumulate,
-                )
-            case lower.Attention(q, out, layer, scale, softcap):
-                place = self.layout.place(layer)
-                return _native.AttentionRegion(_value(q), _value(out), *place, scale, softcap)
-            case lower.Logits(weight, activations, softcap):
-                return _native.LogitsRegion(
-                    self.held[weight].number, _prepared(activations), softcap
-                )
-            case lower.Sort(experts):
-                return _native.SortRegion(self._routing(experts))
-            case lower.Slots(experts, steps):
-                return _native.SlotsRegion(
-                    self._routing(experts), [self._step(step) for step in steps]
-                )
-            case lower.ExpertLinears(experts, parts):
-                return _native.ExpertsRegion(
-                    self._routing(experts),
-                    [
-                        _native.ExpertsPart(
-                            self._numbers(part.weights),
-                            _prepared(part.activations),
-                            _value(part.out),
-                        )
-                        for part in parts
-                    ],
-                )
-
-    def _step(self, step: lower.RowStep) -> _native.RowStep:
-        match step:
-            case lower.Embed(weight, out, scale):
-                return _native.EmbedStep(self.held[weight].number, _value(out), scale)
-            case lower.Input(out):
-                return _native.InputStep(_value(out), out.width)
-            case lower.Norm(x, weight, out, group, eps, scale):
-                vector = self._scaled(self.held[weight].number, scale)
-                return _native.NormStep(_value(x), vector, _value(out), x.width, group, eps)
-            case lower.Add(x, y, out):
-                return _native.AddStep(_value(x), _value(y), _value(out), x.width)
-            case lower.Gate(gate, up, out, activation):
-                gelu = activation is Activation.GELU_TANH
-                return _native.GateStep(_value(gate), _value(up), _value(out), gate.width, gelu)
-            case lower.Activate(x, out, activation):
-                gelu = activation is Activation.GELU_TANH
-                return _native.ActivateStep(_value(x), _value(out), x.width, gelu)
-            case lower.Prepare(x, format, buffer, order):
-                return _native.PrepareStep(_value(x), format, x.width, _prepared(buffer), order)
-            case lower.Angles(rope, out):
-                return _native.AngleStep(self._rope(rope), _value(out))
-            case lower.RopeStore(q, k, v, angles, rope, layer):
-                return _native.RopeStoreStep(
-                    _value(q),
-                    _value(k),
-                    _value(v),
-                    _value(angles),
-                    self._rope(rope),
-                    *self.layout.place(layer),
-                )
-            case lower.Gather(x, out):
-                return _native.GatherStep(_value(x), _value(out), x.width)
-            case lower.Keep(x):
-                return _native.KeepStep(_value(x), x.width)
-            case lower.Route(logits, experts):
-                return _native.RouteStep(_value(logits), self._routing(experts))
-            case lower.Spread(rows, format, width, experts, slots):
-                return _native.SpreadStep(
-                    _prepared(rows), format, width, self._routing(experts), _prepared(slots)
-                )
-            case lower.PrepareEach(x, format, experts, each, slots):
-                return _native.PrepareEachStep(
-                    _value(x),
-                    x.experts is not None,
-                    format,
-                    x.width,
-                    self._routing(experts),
-                    each,
-                    _prepared(slots),
-                )
-            case lower.Combine(slots, experts, out):
-                return _native.CombineStep(
-                    _value(slots), self._routing(experts), _value(out), out.width
-                )
+    def _built(self, of: Any) -> Any:
+        """Return what the runtime takes in place of a step, or of a part of one (`lower.Step`)."""
+        match of:
+            case lower.Step(kind, args):
+                built: list[Any] = []
+                for arg in args:
+                    if isinstance(arg, lower.Place):
+                        built += self.layout.place(arg.layer)
+                    else:
+                        built.append(self._built(arg))
+                return kind(*built)
+            case list():
+                return [self._built(part) for part in of]
+            case lower.View(buffer, _, stride):
+                return _native.Value(buffer.offset, stride, buffer.local)
+            case lower.Buffer(offset=offset, local=local):
+                return _native.Prepared(offset, local)
+            case lower.Weight(role, factor):
+                return self._scaled(self.held[role].number, factor)
+            case Rope():
+                return self._rope(of)
+            case Experts():
+                return self._routing(of)
+        return of
 
 
 def _attention_shape(program: Program) -> tuple[int, int, int] | None:
-    """Query heads, KV heads and their size; None where there is no attention."""
+    """Return query heads, KV heads and their size; None where there is no attention."""
     if not any(isinstance(op, PagedAttention | RopeAndStoreKv) for op in program.ops):
         return None
     config = program.config
     return config.num_heads, config.num_kv_heads, config.head_dim
-
-
-def _value(view: lower.View) -> _native.Value:
-    return _native.Value(view.buffer.offset, view.stride, view.buffer.local)
-
-
-def _prepared(buffer: lower.Buffer) -> _native.Prepared:
-    return _native.Prepared(buffer.offset, buffer.local)
-
-
-def _floats(weight: Weight) -> npt.NDArray[np.float32]:
-    """A vector's numbers."""
-    data = np.ascontiguousarray(weight.data).reshape(-1)
-    match weight.format:
-        case WeightFormat.F32:
-            return data.view(np.float32)
-        case WeightFormat.F16:
-            return data.view(np.float16).astype(np.float32)
-        case WeightFormat.BF16:
-            return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    raise CheckpointError(f"{weight.name}: a vector in format {weight.format.name}")

@@ -18,13 +18,14 @@ None of it changes the order of operations within an element.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
+from octavo import _native
 from octavo.loader.base import CheckpointError, WeightFormat
 from octavo.models import program as model
-from octavo.models.config import Activation, Experts, Rope
+from octavo.models.config import Experts, Rope
 
 ALIGNMENT = 64  # bytes
 FLOAT_BYTES = 4
@@ -38,7 +39,9 @@ class Formats(Protocol):
     def same_activations(self, a: int, b: int) -> bool: ...
 
     def slots_row_bytes(self, experts: int, chosen: int, slot_bytes: int) -> int:
-        """Of a value of experts' slots (kernels/experts.h), for each row of the arena."""
+        """Return what a value of experts' slots (kernels/experts.h) takes for each row of the
+        arena.
+        """
         ...
 
 
@@ -68,198 +71,54 @@ class View(NamedTuple):
     experts: Experts | None = None
 
 
-class Embed(NamedTuple):
-    weight: str
-    out: View
-    scale: float
+class Weight(NamedTuple):
+    """A weight that the runtime knows by a number; of a vector, its copy times ``factor``."""
+
+    role: str
+    factor: float = 1.0
 
 
-class Input(NamedTuple):
-    out: View
+class Place(NamedTuple):
+    """A layer, which the runtime knows by its group of KV blocks and its index there."""
+
+    layer: int
 
 
-class Norm(NamedTuple):
-    x: View
-    weight: str
-    out: View
-    group: int
-    eps: float
-    scale: float  # of the weight
+class Step(NamedTuple):
+    """An object of the runtime (kernels/runtime.h) before all buffers have their offsets.
 
-
-class Add(NamedTuple):
-    x: View
-    y: View
-    out: View
-
-
-class Gate(NamedTuple):
-    gate: View
-    up: View
-    out: View
-    activation: Activation
-
-
-class Activate(NamedTuple):
-    x: View
-    out: View
-    activation: Activation
-
-
-class Prepare(NamedTuple):
-    """Brings rows into the form that linear layers of ``format`` take, their elements in the order
-    of that number (-1: as they are).
+    ``args`` are those of its constructor. In place of a value it has a `View`, of prepared rows a
+    `Buffer`, and of the runtime's numbers a `Weight`, `Place`, `Rope` or `Experts`.
     """
 
-    x: View
-    format: WeightFormat
-    out: Buffer
-    order: int = -1
+    kind: Callable[..., Any]
+    args: tuple[Any, ...]
 
 
-class Angles(NamedTuple):
-    """The cosines and sines of each token's position."""
-
-    rope: Rope
-    out: View
-
-
-class RopeStore(NamedTuple):
-    q: View
-    k: View
-    v: View
-    angles: View
-    rope: Rope
-    layer: int
-
-
-class Gather(NamedTuple):
-    """The rows that want logits."""
-
-    x: View
-    out: View
-
-
-class Keep(NamedTuple):
-    """Puts rows by for whoever asked for the step."""
-
-    x: View
-
-
-class Route(NamedTuple):
-    logits: View
-    experts: Experts
-
-
-class Spread(NamedTuple):
-    """Copies prepared rows to the slots of their choices."""
-
-    rows: Buffer
-    format: WeightFormat
-    width: int
-    experts: Experts
-    slots: Buffer
-
-
-class PrepareEach(NamedTuple):
-    """Brings the rows of tokens, or slots, into the form and the order that their experts take."""
-
-    x: View
-    format: WeightFormat
-    experts: Experts
-    orders: tuple[int, ...]  # of each expert, as in `Prepare`
-    slots: Buffer
-
-
-class Combine(NamedTuple):
-    slots: View
-    experts: Experts
-    out: View
-
-
-RowStep = (
-    Embed
-    | Input
-    | Norm
-    | Add
-    | Gate
-    | Activate
-    | Prepare
-    | Angles
-    | RopeStore
-    | Gather
-    | Keep
-    | Route
-    | Spread
-    | PrepareEach
-    | Combine
-)
-
-
-@dataclass(slots=True)
-class Rows:
-    steps: list[RowStep] = field(default_factory=list)
-
-
-class LinearPart(NamedTuple):
-    weight: str
-    activations: Buffer
-    out: View
-    bias: str | None
-
-
-class Linears(NamedTuple):
-    parts: list[LinearPart]
-    accumulate: bool
-
-
-class Attention(NamedTuple):
-    q: View
-    out: View
-    layer: int
-    scale: float
-    softcap: float
-
-
-class Logits(NamedTuple):
-    weight: str
-    activations: Buffer
-    softcap: float
-
-
-class Sort(NamedTuple):
-    """Gives the choices of all rows their slots."""
-
-    experts: Experts
-
-
-@dataclass(slots=True)
-class Slots:
-    """Row-wise steps of slots."""
-
-    experts: Experts
-    steps: list[RowStep] = field(default_factory=list)
-
-
-class ExpertsPart(NamedTuple):
-    weights: tuple[str, ...]  # of each expert
-    activations: Buffer
-    out: View
-
-
-class ExpertLinears(NamedTuple):
-    experts: Experts
-    parts: list[ExpertsPart]
-
-
-Work = Rows | Linears | Attention | Logits | Sort | Slots | ExpertLinears
+def _buffers(of: Any) -> Iterator[Buffer]:
+    """Yield the buffers that a step reads or writes."""
+    match of:
+        case Buffer():
+            yield of
+        case View():
+            yield of.buffer
+        case Step():
+            yield from _buffers(list(of.args))
+        case list():
+            for part in of:
+                yield from _buffers(part)
 
 
 class Region(NamedTuple):
     name: str
     selected: bool  # over the rows that want logits only
-    work: Work
+    work: Step
     ops: tuple[int, ...] = ()  # of the program, that it computes
+
+    @property
+    def row_wise(self) -> bool:
+        """Return whether a thread can take some rows through it without meeting the others."""
+        return self.work.kind in (_native.RowsRegion, _native.LinearRegion)
 
 
 class Plan(NamedTuple):
@@ -279,48 +138,20 @@ class _Use:
     writes: tuple[int, ...]
 
 
-def names(op: model.Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names an op reads and writes."""
-    match op:
-        case model.Embed(out=out) | model.Input(out=out):
-            return (), (out,)
-        case model.RmsNorm(x=x, out=out) | model.Linear(x=x, out=out):
-            return (x,), (out,)
-        case model.Activate(x=x, out=out):
-            return (x,), (out,)
-        case model.RopeAndStoreKv(q=q, k=k, v=v):
-            return (q, k, v), (q,)
-        case model.PagedAttention(q=q, out=out):
-            return (q,), (out,)
-        case model.GatedActivation(gate=gate, up=up, out=out):
-            return (gate, up), (out,)
-        case model.Route(logits=logits, out=out):
-            return (logits,), (out,)
-        case model.ExpertLinear(x=x, route=route, out=out):
-            return (x, route), (out,)
-        case model.Combine(x=x, route=route, out=out):
-            return (x, route), (out,)
-        case model.Add(x=x, y=y, out=out):
-            return (x, y), (out,)
-        case model.Logits(x=x):
-            return (x,), ()
-
-
 def _single_assignment(program: model.Program) -> tuple[list[_Use], list[int]]:
-    """The ops over numbered values, and each value's width."""
+    """Return the ops over numbered values, and each value's width."""
     current: dict[str, int] = {}
     widths: list[int] = []
     uses: list[_Use] = []
     for op in program.ops:
-        read_names, write_names = names(op)
-        for name in read_names:
+        for name in op.reads:
             if name not in current:
                 raise ValueError(f"the program reads {name} before anything writes it: {op}")
-        reads = tuple(current[name] for name in read_names)
-        for name in write_names:
+        reads = tuple(current[name] for name in op.reads)
+        for name in op.writes:
             current[name] = len(widths)
             widths.append(program.widths[name])
-        uses.append(_Use(op, reads, tuple(current[name] for name in write_names)))
+        uses.append(_Use(op, reads, tuple(current[name] for name in op.writes)))
     return uses, widths
 
 
@@ -332,9 +163,9 @@ def lower(
     *,
     keep_hidden: bool = False,
 ) -> Plan:
-    """``formats`` gives every matrix weight's format, ``orders`` numbers the order of the inputs of
-    those that have one (`Weight.order`). ``keep_hidden``: the rows that logits are made of are put
-    by.
+    """Lower a program. ``formats`` gives every matrix weight's format, ``orders`` numbers the order
+    of the inputs of those that have one (`Weight.order`). ``keep_hidden``: the rows that logits are
+    made of are put by.
     """
     return _Lowering(program, formats, kernels, orders or {}, keep_hidden).run()
 
@@ -352,7 +183,6 @@ class _Lowering:
         self.formats = formats
         self.kernels = kernels
         self.orders = orders
-        self.head_dim = program.config.head_dim
         self.uses, self.widths = _single_assignment(program)
         self.last_use = {value: i for i, use in enumerate(self.uses) for value in use.reads}
         self.views: dict[int, View] = {}
@@ -370,14 +200,17 @@ class _Lowering:
         last_attention = max(attention, default=0)
         i = 0
         while i < len(self.uses):
-            i += self._lower(i)
+            op = self.uses[i].op
+            if isinstance(op, model.RowOp):
+                i += self._row_function(i, op)
+            else:
+                i += LOWERINGS[type(op)](self, i, op)
             if not self.selected and i > last_attention:
                 self._select(i)
         stretches = _stretches(self.regions)
         for buffer in self.buffers:
             begin, end = stretches[buffer.first], stretches[buffer.last]
-            row_wise = isinstance(self.regions[buffer.first].work, Rows | Linears)
-            buffer.local = begin == end and row_wise
+            buffer.local = begin == end and self.regions[buffer.first].row_wise
             if not buffer.local:
                 # Threads are at different places of a stretch at the same time.
                 buffer.first, buffer.last = begin[0], end[-1]
@@ -386,50 +219,53 @@ class _Lowering:
 
     # Regions
 
-    def _rows(self, experts: Experts | None = None) -> list[RowStep]:
-        """The steps of the region that row-wise ops join: the last, or a new one.
+    def _rows(self, experts: Experts | None = None) -> list[Step]:
+        """Return the steps of the region that row-wise ops join: the last, or a new one.
 
         With ``experts`` the rows are their slots.
         """
+        kind = _native.RowsRegion if experts is None else _native.SlotsRegion
         if self.regions:
             last = self.regions[-1]
-            kind = Rows if experts is None else Slots
-            if isinstance(last.work, kind) and last.selected == self.selected:
-                return last.work.steps
-        work = Rows() if experts is None else Slots(experts)
+            if last.work.kind is kind and last.selected == self.selected:
+                steps: list[Step] = last.work.args[-1]
+                return steps
+        steps = []
+        work = Step(kind, (steps,) if experts is None else (experts, steps))
         self.regions.append(Region("", self.selected, work))
-        return work.steps
+        return steps
 
-    def _step(self, name: str, step: RowStep, *ops: int, experts: Experts | None = None) -> None:
-        steps = self._rows(experts)
-        region = self.regions[-1]
-        self.regions[-1] = region._replace(
-            name=f"{region.name} {name}".strip(), ops=region.ops + ops
-        )
-        steps.append(step)
-        for part in step:
-            if isinstance(part, View):
-                part.buffer.last = len(self.regions) - 1
-            elif isinstance(part, Buffer):
-                part.last = len(self.regions) - 1
-
-    def _region(
+    def _step(
         self,
         name: str,
-        work: Linears | Attention | Logits | Sort | ExpertLinears,
-        used: Iterable[Buffer],
-        ops: Iterable[int],
+        kind: Callable[..., Any],
+        *args: Any,
+        op: int | None = None,
+        experts: Experts | None = None,
     ) -> None:
-        self.regions.append(Region(name, self.selected, work, tuple(ops)))
-        for buffer in used:
+        """Add a row-wise step, which computes the ``op`` of that index."""
+        steps = self._rows(experts)
+        region, step = self.regions[-1], Step(kind, args)
+        self.regions[-1] = region._replace(
+            name=f"{region.name} {name}".strip(),
+            ops=region.ops if op is None else (*region.ops, op),
+        )
+        steps.append(step)
+        for buffer in _buffers(step):
+            buffer.last = len(self.regions) - 1
+
+    def _region(self, name: str, ops: Iterable[int], kind: Callable[..., Any], *args: Any) -> None:
+        region = Region(name, self.selected, Step(kind, args), tuple(ops))
+        self.regions.append(region)
+        for buffer in _buffers(region.work):
             buffer.last = len(self.regions) - 1
 
     # Values
 
     def _new_buffer(self, size: int) -> Buffer:
-        """Born in the region that comes next or that row-wise ops now join."""
+        """Return a buffer born in the region that comes next or that row-wise ops now join."""
         buffer = Buffer(size, len(self.regions), len(self.regions))
-        if self.regions and isinstance(self.regions[-1].work, Rows | Slots):
+        if self.regions and self.regions[-1].work.kind in (_native.RowsRegion, _native.SlotsRegion):
             buffer.first -= 1
         self.buffers.append(buffer)
         return buffer
@@ -443,18 +279,21 @@ class _Lowering:
             self.kernels.slots_row_bytes(experts.count, experts.chosen, slot_bytes)
         )
 
+    def _read(self, index: int) -> View:
+        """Return the first value that an op reads."""
+        return self.views[self.uses[index].reads[0]]
+
     def _dies(self, value: int, index: int) -> bool:
         return self.last_use.get(value, -1) <= index
 
-    def _in_place(self, index: int, *candidates: int) -> View:
-        """Where an element-wise op writes: over an input that nobody reads later, or anew."""
+    def _in_place(self, index: int) -> View:
+        """Return where an op of rows writes: over an input that nobody reads later, or anew."""
         (out,) = self.uses[index].writes
-        for value in candidates:
+        for value in self.uses[index].reads:
             if self._dies(value, index) and self.widths[value] == self.widths[out]:
                 self.views[out] = self.views[value]
                 return self.views[out]
-        self.views[out] = self._new_view(self.widths[out])
-        return self.views[out]
+        return self._new_value(index)
 
     def _new_value(self, index: int) -> View:
         (out,) = self.uses[index].writes
@@ -462,7 +301,7 @@ class _Lowering:
         return self.views[out]
 
     def _prepare(self, value: int, weight: str) -> Buffer:
-        """The value in the form and the order that a matrix takes it."""
+        """Return the value in the form and the order that a matrix takes it."""
         format, order = self.formats[weight], self.orders.get(weight, -1)
         for prepared, other, other_order, buffer in self.prepared:
             same = prepared == value and order == other_order
@@ -476,12 +315,13 @@ class _Lowering:
             if view.experts
             else self._new_buffer(row_bytes)
         )
-        self._step("prepare", Prepare(view, format, buffer, order), experts=view.experts)
+        args = view, format, view.width, buffer, order
+        self._step("prepare", _native.PrepareStep, *args, experts=view.experts)
         self.prepared.append((value, format, order, buffer))
         return buffer
 
     def _select(self, index: int) -> None:
-        """From here on, only the rows that want logits; ``index`` is the next op's."""
+        """From here on, compute only the rows that want logits; ``index`` is the next op's."""
         live = sorted(
             {value for use in self.uses[index:] for value in use.reads if value in self.views}
         )
@@ -490,84 +330,87 @@ class _Lowering:
         for value in live:
             self._rows()
             out = self._new_view(self.widths[value])
-            self._step("gather", Gather(self.views[value], out))
+            self._step("gather", _native.GatherStep, self.views[value], out, out.width)
             self.views[value] = out
 
-    # Ops
+    # Ops: each lowers the one at i, and perhaps some after it; it returns how many.
 
-    def _lower(self, i: int) -> int:
-        """Lowers the op at i, and perhaps some after it; returns how many."""
-        op, reads = self.uses[i].op, self.uses[i].reads
-        match op:
-            case model.Embed():
-                self._rows()
-                self._step("embed", Embed(op.weight, self._new_value(i), op.scale), i)
-            case model.Input():
-                self._rows()
-                self._step("input", Input(self._new_value(i)), i)
-            case model.RmsNorm():
-                self._rows()
-                x = self.views[reads[0]]
-                out = self._in_place(i, reads[0])
-                step = Norm(x, op.weight, out, op.group or x.width, op.eps, op.scale)
-                self._step("norm", step, i)
-            case model.Add():
-                self._rows()
-                x, y = self.views[reads[0]], self.views[reads[1]]
-                self._step("add", Add(x, y, self._in_place(i, *reads)), i)
-            case model.Activate():
-                self._rows()
-                x = self.views[reads[0]]
-                self._step("activate", Activate(x, self._in_place(i, *reads), op.activation), i)
-            case model.GatedActivation():
-                gate, up = self.views[reads[0]], self.views[reads[1]]
-                self._rows(gate.experts)
-                gated = Gate(gate, up, self._in_place(i, *reads), op.activation)
-                self._step("gate", gated, i, experts=gate.experts)
-            case model.Route():
-                self._rows()
-                self._step("route", Route(self.views[reads[0]], op.experts), i)
-                self._region("sort", Sort(op.experts), (), ())
-            case model.ExpertLinear():
-                return self._expert_linears(i)
-            case model.Combine():
-                self._rows()
-                slots = self.views[reads[0]]
-                self._step("combine", Combine(slots, op.experts, self._new_value(i)), i)
-            case model.RopeAndStoreKv():
-                self._rope(i, op)
-            case model.PagedAttention():
-                q, out = self.views[reads[0]], self._new_after_rows(i)
-                work = Attention(q, out, op.layer, op.scale, op.softcap)
-                name = "attention" if op.window is None else "attention (window)"
-                self._region(name, work, (q.buffer, out.buffer), (i,))
-            case model.Linear():
-                return self._linears(i)
-            case model.Logits():
-                if self.keep_hidden:
-                    self._rows()
-                    self._step("keep", Keep(self.views[reads[0]]))
-                buffer = self._prepare(reads[0], op.weight)
-                self._region("logits", Logits(op.weight, buffer, op.softcap), (buffer,), (i,))
+    def _row_function(self, i: int, op: model.RowOp) -> int:
+        function = op.row_function()
+        inputs = [self.views[value] for value in self.uses[i].reads]
+        experts, width = inputs[0].experts, inputs[0].width
+        self._rows(experts)
+        args = (
+            function.kernel,
+            inputs,
+            [Weight(role, factor) for role, factor in function.weights],
+            list(function.numbers),
+            self._in_place(i),
+            width,
+            function.group or width,
+        )
+        self._step(op.label, _native.FunctionStep, *args, op=i, experts=experts)
         return 1
 
-    def _rope(self, i: int, op: model.RopeAndStoreKv) -> None:
+    def _embed(self, i: int, op: model.Embed) -> int:
+        self._rows()
+        args = Weight(op.weight), self._new_value(i), op.scale
+        self._step("embed", _native.EmbedStep, *args, op=i)
+        return 1
+
+    def _input(self, i: int, op: model.Input) -> int:
+        self._rows()
+        out = self._new_value(i)
+        self._step("input", _native.InputStep, out, out.width, op=i)
+        return 1
+
+    def _rope(self, i: int, op: model.RopeAndStoreKv) -> int:
         self._rows()
         if op.rope not in self.angles:
             self.angles[op.rope] = self._new_view(2 * op.rope.dim)
-            self._step("angles", Angles(op.rope, self.angles[op.rope]))
+            self._step("angles", _native.AngleStep, op.rope, self.angles[op.rope])
         q, k, v = (self.views[value] for value in self.uses[i].reads)
-        self._step("rope", RopeStore(q, k, v, self.angles[op.rope], op.rope, op.layer), i)
+        args = q, k, v, self.angles[op.rope], op.rope, Place(op.layer)
+        self._step("rope", _native.RopeStoreStep, *args, op=i)
         self.views[self.uses[i].writes[0]] = q
+        return 1
+
+    def _attention(self, i: int, op: model.PagedAttention) -> int:
+        args = self._read(i), self._new_after_rows(i), Place(op.layer), op.scale, op.softcap
+        name = "attention" if op.window is None else "attention (window)"
+        self._region(name, (i,), _native.AttentionRegion, *args)
+        return 1
+
+    def _route(self, i: int, op: model.Route) -> int:
+        self._rows()
+        self._step("route", _native.RouteStep, self._read(i), op.experts, op=i)
+        self._region("sort", (), _native.SortRegion, op.experts)
+        return 1
+
+    def _combine(self, i: int, op: model.Combine) -> int:
+        self._rows()
+        out = self._new_value(i)
+        args = self._read(i), op.experts, out, out.width
+        self._step("combine", _native.CombineStep, *args, op=i)
+        return 1
+
+    def _logits(self, i: int, op: model.Logits) -> int:
+        if self.keep_hidden:
+            self._rows()
+            self._step("keep", _native.KeepStep, self._read(i), self._read(i).width)
+        buffer = self._prepare(self.uses[i].reads[0], op.weight)
+        args = Weight(op.weight), buffer, op.softcap
+        self._region("logits", (i,), _native.LogitsRegion, *args)
+        return 1
 
     def _new_after_rows(self, i: int) -> View:
-        """A value born in a region of its own, not in the row-wise one that is last."""
+        """Return a value born in a region of its own, not in the row-wise one that is last."""
         view = self._new_value(i)
         view.buffer.first = len(self.regions)
         return view
 
-    def _linears(self, i: int) -> int:
-        """One region for the linear ops from i on that share an input, or one that accumulates."""
+    def _linears(self, i: int, _: model.Linear) -> int:
+        """Emit one region for the linear ops from i that share an input, or one that accumulates."""
         if i + 1 < len(self.uses) and (residual := self._residual(i)) is not None:
             view = self.views[residual]
             self.views[self.uses[i + 1].writes[0]] = view
@@ -585,7 +428,7 @@ class _Lowering:
         return end - i
 
     def _residual(self, i: int) -> int | None:
-        """The value that a linear op's output is added to, if both end in the op that follows."""
+        """Return the value that a linear op's output is added to, if both end in the next op."""
         if i + 1 >= len(self.uses) or not isinstance(self.uses[i + 1].op, model.Add):
             return None
         (out,) = self.uses[i].writes
@@ -595,26 +438,24 @@ class _Lowering:
         return others[0] if others[0] != self.uses[i].reads[0] else None
 
     def _emit_linears(self, ops: list[tuple[int, View | None]], *, accumulate: bool) -> None:
-        linears = [(j, self.uses[j].op, view) for j, view in ops]
-        parts: list[LinearPart] = []
-        activations = [
-            self._prepare(self.uses[j].reads[0], op.weight)
-            for j, op, _ in linears
-            if isinstance(op, model.Linear)
-        ]
-        for (j, op, view), buffer in zip(linears, activations, strict=True):
+        linears = []
+        for j, view in ops:
+            op = self.uses[j].op
             assert isinstance(op, model.Linear)
+            linears.append((j, op, view, self._prepare(self.uses[j].reads[0], op.weight)))
+        parts = []
+        for j, op, view, activations in linears:
             out = view if view is not None else self._new_after_rows(j)
-            parts.append(LinearPart(op.weight, buffer, out, op.bias))
-        name = "+".join(part.weight.rpartition(".")[2] for part in parts)
-        used = [part.activations for part in parts] + [part.out.buffer for part in parts]
+            bias = -1 if op.bias is None else Weight(op.bias)
+            parts.append(Step(_native.LinearPart, (Weight(op.weight), activations, out, bias)))
+        name = "+".join(op.weight.rpartition(".")[2] for _, op, _, _ in linears)
         indices = [j for j, _ in ops]
         if accumulate:
             indices.append(indices[-1] + 1)  # the addition
-        self._region(name, Linears(parts, accumulate), used, indices)
+        self._region(name, indices, _native.LinearRegion, parts, accumulate)
 
-    def _expert_linears(self, i: int) -> int:
-        """One region for the experts' linear ops from i on that share an input."""
+    def _expert_linears(self, i: int, _: model.ExpertLinear) -> int:
+        """Emit one region for the experts' linear ops from i on that share an input."""
         ops: list[model.ExpertLinear] = []
         for use in self.uses[i:]:
             if not isinstance(use.op, model.ExpertLinear) or use.reads != self.uses[i].reads:
@@ -622,7 +463,7 @@ class _Lowering:
             ops.append(use.op)
         value, experts = self.uses[i].reads[0], ops[0].experts
         inputs = [self._prepare_experts(value, op) for op in ops]
-        parts: list[ExpertsPart] = []
+        parts = []
         for j, (op, buffer) in enumerate(zip(ops, inputs, strict=True), start=i):
             (out,) = self.uses[j].writes
             width = self.widths[out] // experts.chosen
@@ -630,14 +471,14 @@ class _Lowering:
             slots = self._new_slots(stride * FLOAT_BYTES, experts)
             slots.first = len(self.regions)
             self.views[out] = View(slots, width, stride, experts)
-            parts.append(ExpertsPart(op.weights, buffer, self.views[out]))
+            matrices = [Weight(role) for role in op.weights]
+            parts.append(Step(_native.ExpertsPart, (matrices, buffer, self.views[out])))
         name = "+".join(op.weight.rpartition(".")[2] for op in ops)
-        used = [part.activations for part in parts] + [part.out.buffer for part in parts]
-        self._region(name, ExpertLinears(experts, parts), used, range(i, i + len(ops)))
+        self._region(name, range(i, i + len(ops)), _native.ExpertsRegion, experts, parts)
         return len(ops)
 
     def _prepare_experts(self, value: int, op: model.ExpertLinear) -> Buffer:
-        """The prepared slots of a value that is of tokens, or of slots already."""
+        """Return the prepared slots of a value that is of tokens, or of slots already."""
         first, view = op.weights[0], self.views[value]
         format = self.formats[first]
         orders = tuple(self.orders.get(role, -1) for role in op.weights)
@@ -658,16 +499,33 @@ class _Lowering:
         self._rows(view.experts)
         slots = self._new_slots(self.kernels.activation_bytes(format, view.width), op.experts)
         if rows is not None:
-            self._step("spread", Spread(rows, format, view.width, op.experts, slots))
+            # Rows that are prepared once are copied to the slots of their choices.
+            args: tuple[Any, ...] = (rows, format, view.width, op.experts, slots)
+            self._step("spread", _native.SpreadStep, *args)
         else:
-            step = PrepareEach(view, format, op.experts, orders, slots)
-            self._step("prepare", step, experts=view.experts)
+            of_slots = view.experts is not None
+            args = (view, of_slots, format, view.width, op.experts, list(orders), slots)
+            self._step("prepare", _native.PrepareEachStep, *args, experts=view.experts)
         self.spread.append((value, format, orders, slots))
         return slots
 
 
+# How the ops are lowered that are no `RowOp`.
+LOWERINGS: dict[type[model.Op], Callable[[_Lowering, int, Any], int]] = {
+    model.Embed: _Lowering._embed,
+    model.Input: _Lowering._input,
+    model.Linear: _Lowering._linears,
+    model.RopeAndStoreKv: _Lowering._rope,
+    model.PagedAttention: _Lowering._attention,
+    model.Route: _Lowering._route,
+    model.ExpertLinear: _Lowering._expert_linears,
+    model.Combine: _Lowering._combine,
+    model.Logits: _Lowering._logits,
+}
+
+
 def _stretches(regions: list[Region]) -> list[range]:
-    """For each region the stretch that it belongs to.
+    """Return for each region the stretch that it belongs to.
 
     A stretch is consecutive row-wise and linear regions over the same rows: a thread can take some
     rows through all of it without meeting the others. Any other region is one by itself.
@@ -675,9 +533,7 @@ def _stretches(regions: list[Region]) -> list[range]:
     stretches: list[range] = []
     for i, region in enumerate(regions):
         joins = i > 0 and regions[i - 1].selected == region.selected
-        joins &= all(
-            isinstance(each.work, Rows | Linears) for each in regions[max(0, i - 1) : i + 1]
-        )
+        joins &= all(each.row_wise for each in regions[max(0, i - 1) : i + 1])
         first = stretches[-1].start if joins else i
         stretches.append(range(first, i + 1))
     for i in reversed(range(len(stretches) - 1)):
@@ -687,7 +543,7 @@ def _stretches(regions: list[Region]) -> list[range]:
 
 
 def _place(buffers: list[Buffer]) -> int:
-    """Gives every buffer an offset at which no other lives at the same time; returns the total.
+    """Give every buffer an offset at which no other lives at the same time; return the total.
 
     Largest first, each at the lowest offset that is free over its whole lifetime.
     """

@@ -9,7 +9,7 @@ from octavo import _native
 from octavo.executor.cost import Arithmetic, CostModel
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import CheckpointError, Weight, WeightFormat
-from octavo.models.program import Program, RmsNorm
+from octavo.models.program import Program, RowOp
 
 _INPUTS = 32  # of a grouped format's matrix: a multiple (kernels/linear.h)
 
@@ -44,12 +44,12 @@ def all_held_bytes(
 
 
 def scaled_bytes(program: Program) -> dict[str, int]:
-    """Return, by role, the bytes of norms' weights that are kept multiplied by a factor, too: a
-    copy for each factor.
+    """Return, by role, the bytes of vectors that are kept multiplied by a factor, too: a copy for
+    each factor.
     """
-    copies = {(op.weight, op.scale) for op in program.ops if isinstance(op, RmsNorm)}
+    functions = [op.row_function() for op in program.ops if isinstance(op, RowOp)]
     sizes: dict[str, int] = {}
-    for role, factor in copies:
+    for role, factor in {weight for function in functions for weight in function.weights}:
         if factor != 1.0:
             sizes[role] = sizes.get(role, 0) + 4 * program.weights[role][0]
     return sizes

@@ -23,6 +23,7 @@ from octavo.executor.base import (
     ExecutorSizes,
     Float32,
     Int32,
+    LoadOptions,
     StepResult,
     check_weights,
     slice_rows,
@@ -32,13 +33,8 @@ from octavo.executor.reference import evaluate
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import Checkpoint, Weight
 from octavo.loader.dequantize import dequantize
-from octavo.models.program import Input, Logits, PagedAttention, Program
+from octavo.models.program import Input, PagedAttention, Program, Values, attend
 from octavo.sampling.native import NativeSampler
-
-
-def fp32_bytes(weights: Iterable[Weight]) -> int:
-    """Return the bytes of the executor's own copies of the weights."""
-    return sum(4 * prod(weight.shape) for weight in weights)
 
 
 class ReferenceExecutor(Executor):
@@ -83,6 +79,24 @@ class ReferenceExecutor(Executor):
         given = {role: weight for role, weight in weights.items() if weight is not None}
         self._load(program, given, str(checkpoint.path), keep_hidden)
         self.digest = self._digest() if digest else b""
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        program: Program,
+        layout: KvLayout,
+        **options: Unpack[LoadOptions],
+    ) -> ReferenceExecutor:
+        for other in ("threads", "isa", "rates"):
+            options.pop(other, None)  # type: ignore[misc]
+        return cls(checkpoint, program, layout, **options)  # type: ignore[misc]
+
+    @classmethod
+    def held_bytes(
+        cls, weights: Iterable[Weight], program: Program, source: str, isa: str | None
+    ) -> int:
+        return sum(4 * prod(weight.shape) for weight in weights)
 
     def _load(
         self, program: Program, weights: Mapping[str, Weight], source: str, keep_hidden: bool
@@ -144,14 +158,13 @@ class ReferenceExecutor(Executor):
         compute, keep_hidden, _ = self._programs[program]
         *ops, head = compute.ops
         self._arena[batch.copies[:, 1]] = self._arena[batch.copies[:, 0]]
-        values: evaluate.Values = {}
+        values: Values = {}
         if rows is not None:
             values = {op.out: rows[None] for op in ops if isinstance(op, Input)}
         kv = PagedSequences(self._arena, self.layout, batch)
         config, tokens = compute.config, batch.token_ids[None]
         evaluate.run(ops, config, self._weights, values, tokens, kv)
-        assert isinstance(head, Logits)
-        x = head.x
+        (x,) = head.reads
         hidden: Float32 = values[x][0, batch.logits_rows]
 
         def logits_from(row: int) -> Float32:
@@ -179,7 +192,7 @@ class ReferenceExecutor(Executor):
 
 
 class PagedSequences:
-    """Implements `evaluate.KeyValues` for a step's sequences, by their block tables."""
+    """Implements `KeyValues` for a step's sequences, by their block tables."""
 
     def __init__(self, arena: npt.NDArray[np.uint16], layout: KvLayout, batch: Batch) -> None:
         self._arena = arena
@@ -197,7 +210,7 @@ class PagedSequences:
                 packed = _packed(rows[0, begin:end].reshape(shape), self._layout.dtype)
                 self._arena[blocks, at, which, offsets] = packed
 
-    def attend(self, queries: Float32, head_dim: int, op: PagedAttention) -> Float32:
+    def attend(self, queries: Float32, op: PagedAttention) -> Float32:
         out = np.empty_like(queries)
         for slot, begin, end in self._spans():
             start = int(self._batch.positions[begin])
@@ -211,7 +224,7 @@ class PagedSequences:
                 for which in (0, 1)
             )
             mine = queries[:, begin:end]
-            out[:, begin:end] = evaluate.attend(mine, keys, values, head_dim, op, start, first)
+            out[:, begin:end] = attend(mine, keys, values, self._layout.head_dim, op, start, first)
         return out
 
     def _spans(self) -> Iterable[tuple[int, int, int]]:

@@ -8,15 +8,27 @@ with tokens that depend on the request's seed alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from itertools import repeat
+from typing import Unpack
 
 import numpy as np
 
-from octavo.executor.base import Batch, Bytes, Capabilities, Executor, Float32, Int32, StepResult
+from octavo.executor.base import (
+    Batch,
+    Bytes,
+    Capabilities,
+    Executor,
+    Float32,
+    Int32,
+    LoadOptions,
+    StepResult,
+)
 from octavo.executor.cost import CostModel, Rates, StepCost
 from octavo.kv_cache.layout import KvDtype, KvLayout
+from octavo.loader.base import Checkpoint, Weight
+from octavo.machine.cpu import usable_cpus
 from octavo.models.program import Program
 from octavo.sampling.scripted import ScriptedSampler
 
@@ -53,6 +65,41 @@ class SimulatedExecutor(Executor):
         self.costs = costs or CostModel(program, layout)
         self._sleeps = sleeps
         self._free = self.rates == Rates()
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        program: Program,
+        layout: KvLayout,
+        **options: Unpack[LoadOptions],
+    ) -> SimulatedExecutor:
+        """Return one that takes as long as the native executor on a machine of ``rates``, by the
+        real clock. It holds no weights and no cache.
+        """
+        from octavo.executor.native.packing import cost_model, held_bytes, tier_name
+
+        isa, weights = options.get("isa"), checkpoint.weights
+        held = {
+            role: (weights[role].format, held_bytes(weights[role], isa)) for role in program.weights
+        }
+        return cls(
+            program,
+            layout,
+            num_blocks=options["num_blocks"],
+            rates=options.get("rates"),
+            max_tokens=options["max_tokens"],
+            max_logits_rows=options["max_logits_rows"],
+            threads=options.get("threads") or usable_cpus()[0],
+            sleeps=True,
+            costs=cost_model(program, layout, held, tier_name(isa)),
+        )
+
+    @classmethod
+    def held_bytes(
+        cls, weights: Iterable[Weight], program: Program, source: str, isa: str | None
+    ) -> int:
+        return 0
 
     def cost(self, batch: Batch) -> StepCost:
         """Return the bytes, operations and seconds of one step."""

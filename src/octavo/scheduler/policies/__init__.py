@@ -1,1 +1,1 @@
-"""Who is next: a file for each policy."""
+"""Scheduling policies: one file each, listed in policies/config.py."""

@@ -1,174 +1,183 @@
-"""What a scheduling policy decides: who of those that wait is next, and who of those that run gives
-way.
+"""What a scheduling policy is.
 
-A policy orders; the scheduler does. It owns the queue and ranks who runs, and the scheduler lets
-the queue's head in, gives chunks of prompts to the lowest rank first, takes blocks from the highest
-when they run out, and makes room for a head that may displace whoever runs.
+A policy decides the order: which waiting request is admitted next, and which running sequence is
+preempted first. The scheduler carries it out: it admits the head of the policy's queue, gives
+prompt chunks to the lowest rank first, preempts the highest rank when blocks run out, and preempts
+running sequences for a waiting one if the policy allows it.
+
+A new policy is a subclass of `Policy` in a file of its own and a line in policies/config.py.
+Command line, validation, server, simulator and documentation ask the class about itself.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from octavo.scheduler.sequence import RequestState, Sequence
+if TYPE_CHECKING:  # the command line reads the classes and needs no engine
+    from octavo.scheduler.prompt_rates import PromptRates
+    from octavo.scheduler.request import RequestRecord
+    from octavo.scheduler.sequence import Sequence
 
 BY_ARRIVAL = attrgetter("order")
-Key = Callable[[Sequence], Any]
 
 
-class Policy(Collection[Sequence]):
-    """The queue, and an order of those that run."""
+class Setting(NamedTuple):
+    """A number, above 0, that configures a policy: a field of `PolicyConfig` and an option."""
 
-    displaces_any: ClassVar[bool] = True  # False: whoever waits is behind all who run, at any time
-    now: float = 0.0  # clock seconds of the step, which the scheduler sets
+    name: str
+    default: float
+    help: str
+    metavar: str | None = None  # the unit, as the option's help shows it
 
-    @abstractmethod
+
+class Policy:
+    """The queue of waiting sequences, and an order of the running ones. As it stands here, both
+    follow one key, and no sequence preempts another before blocks run out.
+    """
+
+    name: ClassVar[str]
+    help: ClassVar[str] = ""  # what it goes by; empty if the name says it
+    settings: ClassVar[tuple[Setting, ...]] = ()  # given to __init__ in this order
+    request_fields: ClassVar[frozenset[Literal["priority", "weight"]]] = frozenset()  # it goes by
+    by_client: ClassVar[bool] = False  # it goes by client, and the queue is shared out among them
+    preempts: ClassVar[bool] = True  # a waiting sequence may ever preempt a running one
+    replaces: ClassVar[bool] = False  # a newcomer may ever replace a request in a full queue
+
+    now: float = 0.0  # clock seconds of the step; the scheduler sets it
+    rates: PromptRates  # the scheduler sets it
+
+    def __init__(self) -> None:
+        self._queue = SortedQueue(self.queue_key)
+
+    # The queue: of waiting sequences by `queue_key`, unless a policy keeps another
+
+    def queue_key(self, seq: Sequence) -> Any:
+        """Return the sequence's place in the queue: unique, and fixed while it is queued."""
+        return seq.order
+
     def push(self, seq: Sequence) -> None:
-        """Queue a sequence that is new, or was preempted; ``seq.queued`` says when."""
+        """Queue a sequence that is new or was preempted; ``seq.queued`` says when."""
+        self._queue.push(seq)
 
-    @abstractmethod
     def remove(self, seq: Sequence) -> None:
-        """Take a sequence out of the queue: it has ended, or will run. `KeyError` if it is not in
-        it.
+        """Take a sequence out of the queue: it has ended, or is admitted. Raise `KeyError` if it is
+        not queued.
         """
+        self._queue.remove(seq)
 
-    @abstractmethod
     def clear(self) -> None:
         """Empty the queue, whatever state it is in."""
+        self._queue.clear()
 
-    @abstractmethod
     def head(self) -> Sequence | None:
-        """Who is next. Nobody else takes what is free, so that the head is not passed for ever."""
-
-    def challenger(self) -> Sequence | None:
-        """Who of those that wait would displace one that runs, if anybody."""
-        return self.head()
-
-    @abstractmethod
-    def displaces(self, challenger: Sequence, running: Sequence) -> bool:
-        """Whether who waits may have the place and blocks of one that runs. Of two that run it
-        rather displaces the one of higher rank, and may not be displaced by it for the same reason.
+        """Return the sequence to admit next. No other is admitted before it, so that it is not
+        passed for ever.
         """
+        return self._queue.first
 
-    @abstractmethod
-    def rank(self, seq: Sequence) -> Any:
-        """Orders those that run: the lowest is served first, the highest gives way first."""
+    def __len__(self) -> int:
+        return len(self._queue)
 
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
     def __iter__(self) -> Iterator[Sequence]:
-        """Whoever waits, in whatever state a failure has left the queue."""
+        """Iterate over the queue, whatever state a failure has left it in."""
+        return iter(self._queue)
 
     def in_turn(self) -> Iterator[Sequence]:
-        """Whoever waits, in the order in which they would be let in were there room for all now.
-        What comes first is had first: a few of many cost little.
+        """Iterate over the queue in the order in which all would be admitted if there were capacity
+        for all now. Lazy: the first few of many cost little.
         """
         return iter(self)
 
-    def __contains__(self, seq: object) -> bool:
-        return any(seq is other for other in self)
+    # Running sequences
 
-    def begins(self, state: RequestState, num_computed: int) -> None:
-        """The first of a request's sequences is let in, for the first time; so many tokens of the
-        prompt are to be computed. Told again of those that are more, if something of what was
-        cached is lost before it had it.
+    def rank(self, seq: Sequence) -> Any:
+        """Return the order of running sequences: the lowest is served first, the highest is
+        preempted first.
+        """
+        return self.queue_key(seq)
+
+    def preemptor(self) -> Sequence | None:
+        """Return the waiting sequence that would preempt a running one, if any."""
+        return self.head() if self.preempts else None
+
+    def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
+        """Return whether a waiting sequence may take the slot and blocks of a running one. Of two
+        running ones it preempts the one with the higher rank first. A preempted sequence must not
+        be able to preempt the other in turn for the same reason.
+        """
+        return False
+
+    # A full queue. Any thread may ask: this reads no sequence and no queue.
+
+    def place(self, record: RequestRecord) -> float:
+        """Return the order in which waiting requests keep their places in a full queue."""
+        return record.arrival
+
+    def replaced(
+        self,
+        newcomer: RequestRecord | None,
+        waiting: Iterator[RequestRecord],
+        joining: Items[RequestRecord] = (),
+    ) -> RequestRecord | None:
+        """Return the waiting request whose place in a full queue a newcomer takes; None: it takes
+        none. ``newcomer`` is None if nothing is known of it, and it may come first. ``waiting``:
+        by `place`, the last first. ``joining``: requests that are queued together with it.
+
+        The order must be strict and keep the first to come among equals: then no two requests
+        replace each other by turns, and coming back at once gains nothing.
+        """
+        last = next(waiting, None) if self.replaces else None
+        if last is None or newcomer is None or self.place(newcomer) < self.place(last):
+            return last
+        return None
+
+    # Forecasts. Any thread may ask; the queue may change meanwhile (`IndexError` at worst).
+
+    def ahead_of(self, record: RequestRecord) -> list[Sequence] | None:
+        """Return the waiting sequences that would be admitted before a newcomer; None: all."""
+        return None
+
+    # What happens
+
+    def on_admit(self, record: RequestRecord, num_computed: int) -> None:
+        """A request's first sequence is admitted for the first time, and ``num_computed`` tokens of
+        the prompt are to be computed. Called again with the additional tokens if a part of the
+        cached prefix is lost before the sequence had it.
         """
 
-    def drew(self, seqs: Items[Sequence], counts: Iterable[int]) -> None:
-        """Sequences that run have drawn so many tokens each."""
-
-    def took(self, num_tokens: int, seconds: float) -> None:
-        """A step with prompts in it, of so many tokens in all."""
+    def on_tokens(self, seqs: Items[Sequence], counts: Iterable[int]) -> None:
+        """Running sequences have drawn so many tokens each."""
 
 
-class Queue:
-    """A line in order of arrival, and for how long its first has stood there, so that it comes to
-    its turn some time: ``seq.stood``, in seconds, without the time in which it ran.
-    """
-
-    __slots__ = ("_line", "_since")
-
-    def __init__(self) -> None:
-        self._line = Line(BY_ARRIVAL)
-        self._since = 0.0
-
-    def push(self, seq: Sequence, now: float) -> None:
-        before = self._line.first
-        self._line.push(seq)
-        self._moved(before, now)
-
-    def remove(self, seq: Sequence, now: float) -> None:
-        before = self._line.first
-        self._line.remove(seq)
-        self._moved(before, now)
-
-    def clear(self) -> None:
-        self._line.clear()
-
-    def _moved(self, before: Sequence | None, now: float) -> None:
-        """The first may be another than ``before``."""
-        first = self._line.first
-        if first is before:
-            return
-        if before is not None:
-            before.stood += max(0.0, now - self._since)
-        if first is not None:
-            self._since = max(now, first.queued)
-
-    @property
-    def first(self) -> Sequence | None:
-        return self._line.first
-
-    def turns(self, now: float) -> Iterator[tuple[float, Sequence]]:
-        """Each in turn, with what `began` is when the others have left now."""
-        for place, seq in enumerate(self._line):
-            yield (max(now, seq.queued) - seq.stood if place else self.began), seq
-
-    @property
-    def began(self) -> float:
-        """Clock seconds when the first would have come to stand there, had it never run since."""
-        first = self._line.first
-        return self._since - (0.0 if first is None else first.stood)
-
-    def __len__(self) -> int:
-        return len(self._line)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._line)
-
-
-class Line:
-    """Sequences in the order of their keys when they joined. Joining and leaving take log n
-    comparisons, and moving n pointers: microseconds for tens of thousands.
+class SortedQueue:
+    """Sequences in the order of their keys when they were pushed. Pushing and removing take log n
+    comparisons and move n pointers: microseconds for tens of thousands of sequences.
     """
 
     __slots__ = ("_key", "_keys", "_known", "_seqs")
 
-    def __init__(self, key: Key) -> None:
-        """``key``: of a sequence, and nobody else's. It may change later: a first token that was
-        drawn in the step after which the sequence was queued again is recorded behind that.
+    def __init__(self, key: Callable[[Sequence], Any] = BY_ARRIVAL) -> None:
+        """``key``: unique to the sequence. It may change later: the first token of a sequence that
+        is preempted in the same step is recorded after it was queued again.
         """
         self._key = key
         self._seqs: list[Sequence] = []
         self._keys: list[Any] = []  # theirs
         self._known: dict[Sequence, Any] = {}
 
-    def push(self, seq: Sequence) -> None:
+    def push(self, seq: Sequence, now: float = 0.0) -> None:
         key = self._key(seq)
         index = bisect_left(self._keys, key)
         self._known[seq] = key
         self._seqs.insert(index, seq)
         self._keys.insert(index, key)
 
-    def remove(self, seq: Sequence) -> None:
-        """`KeyError` if it does not stand in the line."""
+    def remove(self, seq: Sequence, now: float = 0.0) -> None:
+        """Raise `KeyError` if the sequence is not in the queue."""
         index = bisect_left(self._keys, self._known[seq])
         del self._known[seq], self._seqs[index], self._keys[index]
 
@@ -189,3 +198,46 @@ class Line:
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._seqs)
+
+
+class AgeingQueue(SortedQueue):
+    """A queue in order of arrival that counts in ``seq.stood`` for how many seconds each sequence
+    has been its first, without the time in which it ran: so that it comes to its turn some time.
+    """
+
+    __slots__ = ("_since",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since = 0.0
+
+    def push(self, seq: Sequence, now: float = 0.0) -> None:
+        before = self.first
+        super().push(seq)
+        self._update(before, now)
+
+    def remove(self, seq: Sequence, now: float = 0.0) -> None:
+        before = self.first
+        super().remove(seq)
+        self._update(before, now)
+
+    def _update(self, before: Sequence | None, now: float) -> None:
+        """Note that the first may no longer be ``before``."""
+        first = self.first
+        if first is before:
+            return
+        if before is not None:
+            before.stood += max(0.0, now - self._since)
+        if first is not None:
+            self._since = max(now, first.queued)
+
+    def turns(self, now: float) -> Iterator[tuple[float, Sequence]]:
+        """Iterate over the queue, each with what `began` will be if those before it leave now."""
+        for place, seq in enumerate(self):
+            yield (max(now, seq.queued) - seq.stood if place else self.began), seq
+
+    @property
+    def began(self) -> float:
+        """Clock seconds when the first would have become the first, had it never run since."""
+        first = self.first
+        return self._since - (0.0 if first is None else first.stood)

@@ -2,84 +2,73 @@
 
 A request's target (`LatencyTarget`) gives each of its tokens a deadline: the first is due ``ttft``
 after arrival, the n-th after it n × ``tpot`` after the first, and all of them ``e2el`` after
-arrival; whichever of these comes first. Then:
+arrival; the earliest of these counts. Rules:
 
-- Next is who is due first. When somebody would be late if it went on waiting, it takes the place
-  of whoever is due last: one that is ahead of its deadlines loses nothing by waiting, if it is far
-  enough ahead for its tokens to be computed again. An exchange costs that, and the newcomer's
-  prompt; to be worth it, it needs several times as much to spare. So two cannot take turns in
-  pushing each other aside: between two exchanges, most of the time is spent on new tokens.
-- Requests without a target stand in a line of their own, in order of arrival, and with them those
-  that have missed theirs for good: being in time for another is worth more than being less late.
-  The first of the line is due when it has stood there for ``best_effort`` seconds, and who was let
-  in that late is not displaced: so one of them comes to its turn every so often, however many there
-  are with targets, and these are not pushed aside, however many there are without.
+- Next is the sequence that is due first. If it would be late by waiting longer, it preempts the
+  running sequence that is due last, provided that this one is far enough ahead of its deadlines
+  for its tokens to be computed again. A preemption costs that and the newcomer's prompt, and the
+  preempted sequence needs several times as much to spare. So two sequences cannot preempt each
+  other by turns: between two preemptions, most of the time is spent on new tokens.
+- Requests without a target have a queue of their own, in order of arrival, together with those that
+  have missed their target for good: meeting another target is worth more than being less late.
+  The first of this queue is due when it has been the first for ``best_effort`` seconds, and is not
+  preempted after that. So one of them is admitted every so often, however many requests have
+  targets, and these are not pushed aside, however many requests have none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from octavo.scheduler.policies.base import Line, Policy, Queue
-from octavo.scheduler.request import RequestRecord
-from octavo.scheduler.sequence import Sequence
+from octavo.scheduler.policies.base import AgeingQueue, Policy, Setting, SortedQueue
 
-_CARE = 2.0  # times what it is predicted to take to be in time, that is kept for it
-_WORTH = 4.0  # times what an exchange costs, that who is displaced has to spare
-_LOOKED_AT = 32  # of those who wait, for one that would be late
-_KEEP = 0.98  # what a step with prompts keeps of its weight at the next
-_FAR = 4.0  # times as long as predicted; what takes longer, a stall, counts as if it took so
+if TYPE_CHECKING:
+    from octavo.scheduler.request import RequestRecord
+    from octavo.scheduler.sequence import Sequence
+
+_CARE = 2.0  # times the predicted time to be kept for being in time
+_WORTH = 4.0  # times the cost of a preemption that the preempted sequence must have to spare
+_LOOKED_AT = 32  # waiting sequences, to find one that would be late
 
 
 def deadline(seq: Sequence) -> float:
-    """Clock seconds when its next token is due; infinity without a target."""
-    target = seq.owner.request.target
+    """Return the clock second at which its next token is due; infinity without a target."""
+    record = seq.owner
+    target = record.target
     if target is None:
         return inf
-    record = seq.owner.record
     end = inf if target.e2el is None else record.arrival + target.e2el
     if record.first_token is None:
         return end if target.ttft is None else min(end, record.arrival + target.ttft)
     if target.tpot is None:
         return end
-    drawn = len(seq.token_ids) - seq.owner.num_prompt_tokens
+    drawn = len(seq.token_ids) - record.prompt_tokens
     return min(end, record.first_token + drawn * target.tpot)
 
 
-def first_due(record: RequestRecord) -> float | None:
-    """Clock seconds when a request's first token is due by its target."""
-    target = record.target
-    if target is None:
-        return None
-    limits = [limit for limit in (target.ttft, target.e2el) if limit is not None]
-    return record.arrival + min(limits) if limits else None
-
-
-def is_missed(record: RequestRecord, now: float) -> bool:
-    """Whether the target can no longer be met, however soon the next token comes. To be behind in
-    ``tpot``, a mean, can be made up for.
-    """
-    target = record.target
-    if target is None:
-        return False
-    first = now if record.first_token is None else record.first_token
-    return (target.ttft is not None and first > record.arrival + target.ttft) or (
-        target.e2el is not None and now > record.arrival + target.e2el
-    )
-
-
 class Deadline(Policy):
+    name = "deadline"
+    help = "who is due first"
+    settings = (
+        Setting(
+            "best_effort_deadline",
+            60.0,
+            "seconds after which requests without a target are due",
+            "SECONDS",
+        ),
+    )
+    replaces = True
+
     def __init__(self, best_effort: float) -> None:
         """``best_effort``: seconds after which the first of those without a target is due."""
         self._best_effort = best_effort
-        self._in_time = Line(lambda seq: (deadline(seq), seq.order))
-        self._others = Queue()
-        # Of steps with prompts, as of late: how many, their tokens and seconds.
-        self._steps = self._tokens = self._seconds = 0.0
+        self._in_time = SortedQueue(lambda seq: (deadline(seq), seq.order))
+        self._others = AgeingQueue()
 
     def push(self, seq: Sequence) -> None:
         if self._is_in_time(seq):
@@ -104,24 +93,20 @@ class Deadline(Policy):
         due = self._others.began + self._best_effort
         return first if deadline(first) <= due else other
 
-    def challenger(self) -> Sequence | None:
-        first = self._first_in_time()
-        return first if self._presses() else None
-
     def _first_in_time(self) -> Sequence | None:
-        line = self._in_time
-        while (first := line.first) is not None and is_missed(first.owner.record, self.now):
-            line.remove(first)
+        queue = self._in_time
+        while (first := queue.first) is not None and first.owner.has_missed_target(self.now):
+            queue.remove(first)
             self._others.push(first, self.now)
         return first
 
     def in_turn(self) -> Iterator[Sequence]:
-        """As `head` goes, if whoever it names leaves."""
+        """Iterate as `head` goes when each sequence it names leaves."""
         in_time, others = iter(self._in_time), self._others.turns(self.now)
         late: list[tuple[tuple[int, int], float, Sequence]] = []  # a heap, by arrival
         first, other = next(in_time, None), next(others, None)
         while True:
-            while first is not None and is_missed(first.owner.record, self.now):
+            while first is not None and first.owner.has_missed_target(self.now):
                 began = max(self.now, first.queued) - first.stood
                 heappush(late, (first.order, began, first))
                 first = next(in_time, None)
@@ -139,54 +124,68 @@ class Deadline(Policy):
             else:
                 other = next(others, None)
 
-    def _presses(self) -> bool:
-        """Whether somebody may be late unless the line moves now: its prompts, one after the other,
-        take up the time that is left.
-        """
-        each = self._seconds / (self._steps or 1.0)
-        tokens = 0
-        for seq in islice(self._in_time, _LOOKED_AT):
-            tokens += len(seq.token_ids)
-            if deadline(seq) - self.now <= _CARE * (each + self._predicted(tokens)):
-                return True
-        return False
-
-    def displaces(self, challenger: Sequence, running: Sequence) -> bool:
-        due = self._due(running)
-        if due <= deadline(challenger):
-            return False
-        if not self._is_in_time(running):
-            return True
-        tokens = len(running.token_ids) + len(challenger.token_ids)
-        return due - self.now > _WORTH * self._predicted(tokens)
-
-    def took(self, num_tokens: int, seconds: float) -> None:
-        if predicted := self._predicted(num_tokens):
-            seconds = min(seconds, _FAR * predicted)
-        self._steps = _KEEP * self._steps + 1
-        self._tokens = _KEEP * self._tokens + num_tokens
-        self._seconds = _KEEP * self._seconds + max(0.0, seconds)
-
-    def _predicted(self, num_tokens: int) -> float:
-        """Seconds to compute so many tokens of prompts."""
-        return num_tokens * self._seconds / self._tokens if self._tokens else 0.0
-
     def rank(self, seq: Sequence) -> Any:
         return self._due(seq), seq.order
 
-    def ahead_of(self, record: RequestRecord) -> list[Sequence]:
-        """Who waits and comes before a newcomer, if those with targets are in time: of the line of
-        the others one every ``best_effort`` seconds. Any thread may ask: it may miss who
-        comes or goes (`IndexError` at worst).
+    def preemptor(self) -> Sequence | None:
+        first = self._first_in_time()
+        return first if self._is_urgent() else None
+
+    def _is_urgent(self) -> bool:
+        """Return whether a waiting sequence may be late unless one is admitted now: the prompts up
+        to its own, one after the other, take up the time that is left.
         """
-        line = list(self._others)
-        since = self._others.began if line else record.arrival
-        due = first_due(record)
+        each = self.rates.step_seconds
+        tokens = 0
+        for seq in islice(self._in_time, _LOOKED_AT):
+            tokens += len(seq.token_ids)
+            if deadline(seq) - self.now <= _CARE * (each + self.rates.mean_seconds(tokens)):
+                return True
+        return False
+
+    def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
+        due = self._due(running)
+        if due <= deadline(waiting):
+            return False
+        if not self._is_in_time(running):
+            return True
+        tokens = len(running.token_ids) + len(waiting.token_ids)
+        return due - self.now > _WORTH * self.rates.mean_seconds(tokens)
+
+    def replaced(
+        self,
+        newcomer: RequestRecord | None,
+        waiting: Iterator[RequestRecord],
+        joining: Items[RequestRecord] = (),
+    ) -> RequestRecord | None:
+        """Return the request that is due last, if the newcomer is due before it. Requests without a
+        target, and those that have missed theirs, are due ``best_effort`` seconds after arrival.
+        """
+        if newcomer is None:
+            return next(waiting, None)
+        now = newcomer.arrival
+
+        def due(record: RequestRecord) -> float:
+            first = record.first_token_due
+            if first is None or record.has_missed_target(now):
+                return record.arrival + self._best_effort
+            return first
+
+        last = max(waiting, key=due, default=None)
+        return last if last is not None and due(newcomer) < due(last) else None
+
+    def ahead_of(self, record: RequestRecord) -> list[Sequence]:
+        """Return those that come first if all requests with targets are in time: of the others,
+        one every ``best_effort`` seconds.
+        """
+        queue = list(self._others)
+        since = self._others.began if queue else record.arrival
+        due = record.first_token_due
         if due is None:
-            due = since + (len(line) + 1) * self._best_effort
+            due = since + (len(queue) + 1) * self._best_effort
         return [
             *(seq for seq in list(self._in_time) if deadline(seq) <= due),
-            *(seq for place, seq in enumerate(line, 1) if since + place * self._best_effort < due),
+            *(seq for place, seq in enumerate(queue, 1) if since + place * self._best_effort < due),
         ]
 
     def __len__(self) -> int:
@@ -197,11 +196,11 @@ class Deadline(Policy):
         yield from self._others
 
     def _due(self, seq: Sequence) -> float:
-        """When one that runs is due."""
+        """Return the clock second at which a running sequence is due."""
         if self._is_in_time(seq):
             return deadline(seq)
         return self.now + self._best_effort - seq.stood
 
     def _is_in_time(self, seq: Sequence) -> bool:
-        """Whether it has a target that can still be met."""
-        return deadline(seq) < inf and not is_missed(seq.owner.record, self.now)
+        """Return whether it has a target that can still be met."""
+        return deadline(seq) < inf and not seq.owner.has_missed_target(self.now)

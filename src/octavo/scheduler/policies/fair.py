@@ -2,75 +2,89 @@
 Large Language Models", OSDI 2024: VTC).
 
 Each client has a counter of what it was served, divided by its weight: a token of prompt counts 1
-when its request is let in, a token of output ``output_cost`` when it is drawn. Not charged are
-prompt tokens that lie in the prefix cache, which cost nothing, and tokens computed again after a
-preemption, which was not the client's wish. Then:
+when its request is admitted, a token of output ``output_cost`` when it is drawn. Not charged are
+prompt tokens that are in the prefix cache, which cost nothing, and tokens computed again after a
+preemption, which the client did not ask for. Rules:
 
-- Next is the first request of the client whose counter is least. Nobody's share is left unused:
-  somebody who waits is let in whenever there is room.
-- A client with nothing in the queue that comes back is lifted to the least counter of those in the
-  queue, or, if there are none, to that of the client who left it last: nobody saves up for later.
-- Between two clients that have work in the queue all along, what they were served differs by no
-  more than e of the one and e of the other, in whatever stretch of time, where e is (longest prompt
-  + ``output_cost`` × ``max_num_seqs`` × longest answer) / weight: what a client may still be given
-  after it was let in with the least counter (the paper's theorem 4.4, whose bound is the tokens
-  of the cache; derived in tests/scheduler/test_policies.py). A client whose queue is empty
-  for a moment has all it asked for: it is lifted, and what it was behind then is not owed to it.
+- Next is the first request of the client with the lowest counter. No capacity is left unused: a
+  waiting request is admitted whenever there is capacity for it.
+- A client that comes back to the queue is raised to the lowest counter of the clients in the queue
+  or, if there are none, of the client that left it last: so no client saves up for later.
+- Between two clients that always have requests in the queue, what they were served differs at any
+  time by at most e of the one and e of the other, where e is (longest prompt + ``output_cost`` ×
+  ``max_num_seqs`` × longest answer) / weight: what a client may still be given after it was
+  admitted with the lowest counter (the paper's theorem 4.4, whose bound is the tokens of the cache;
+  derived in tests/scheduler/test_policies.py). A client whose queue is empty for a moment has all
+  it asked for: it is raised, and what it lagged behind by then is not owed to it.
 
-The paper lets a running request be. Here it gives its place to the next in line when its client is
-ahead of the other's by more than twice what it costs to compute its tokens again, so that who asks
-little does not wait for the long answers of who asks much; and each exchange has had more service
-between it and the last than it costs.
+The paper never preempts. Here a running request is preempted for the next in the queue when its
+client is ahead of the other by more than twice what it costs to compute its tokens again, so that
+a client with short requests does not wait for the long answers of another. Between two such
+preemptions more is served than each of them costs.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
+from typing import TYPE_CHECKING, Any
 
-from octavo.scheduler.policies.base import BY_ARRIVAL, Line, Policy
-from octavo.scheduler.sequence import RequestState, Sequence
+from octavo.scheduler.policies.base import Policy, Setting, SortedQueue
 
-_EXCHANGE = 2.0  # times the tokens of a running sequence, that its client must be ahead
-_UNIT = 1 << 20  # of counters, in a token of prompt of a client of weight 1. They are whole
-# numbers, so that in whatever portions tokens are counted, they add up to the same.
-_KNOWN = 1024  # clients, before those that have nothing to their debit are forgotten
+if TYPE_CHECKING:
+    from octavo.scheduler.request import RequestRecord
+    from octavo.scheduler.sequence import Sequence
+
+_PREEMPTION_COST = 2.0  # times the tokens of a running sequence by which its client must be ahead
+_UNIT = 1 << 20  # of counters, per prompt token of a client of weight 1. Counters are whole
+# numbers, so that tokens add up to the same in whatever portions they are counted.
+_KNOWN = 1024  # clients, before those that owe nothing are forgotten
 
 
 class _Client:
-    __slots__ = ("counter", "in_heap", "line")
+    __slots__ = ("counter", "in_heap", "queue")
 
     def __init__(self, counter: int) -> None:
         self.counter = counter
-        self.line = Line(BY_ARRIVAL)
+        self.queue = SortedQueue()
         self.in_heap = False
 
 
 @lru_cache(64)
 def _charge(cost: float, weight: float) -> int:
-    """For a token."""
+    """Return what a token adds to its client's counter."""
     return max(1, round(_UNIT * cost / weight))
 
 
 class Fair(Policy):
+    name = "fair"
+    help = "equal shares for clients"
+    settings = (
+        Setting("fair_output_cost", 2.0, "what a token of output counts, in tokens of prompt"),
+    )
+    request_fields = frozenset({"weight"})
+    by_client = True
+    replaces = True
+
     def __init__(self, output_cost: float) -> None:
         """``output_cost``: of a token of output, in tokens of prompt."""
         self._output_cost = output_cost
         self._clients: dict[str, _Client] = {}
         self._known = _KNOWN
-        # Those in the queue. Counters only grow, so a client's true place is not before its entry.
+        # The clients in the queue. Counters only grow, so a client's place is not before its entry.
         self._heap: list[tuple[int, int, _Client]] = []
         self._joined = 0
-        self._last = _Client(0)  # who left the queue last
+        self._last = _Client(0)  # the client that left the queue last
         self._size = 0
 
     def push(self, seq: Sequence) -> None:
         client = self._of(seq)
-        if not client.line:
+        if not client.queue:
             client.counter = max(client.counter, self._level())
-        client.line.push(seq)
+        client.queue.push(seq)
         self._size += 1
         if not client.in_heap:
             self._joined += 1
@@ -79,29 +93,29 @@ class Fair(Policy):
 
     def remove(self, seq: Sequence) -> None:
         client = self._of(seq)
-        client.line.remove(seq)
+        client.queue.remove(seq)
         self._size -= 1
-        if not client.line:
+        if not client.queue:
             self._last = client
 
     def clear(self) -> None:
-        waiting = [client.counter for client in self._clients.values() if client.line]
-        if waiting:  # so that nobody is lifted who comes straight back
+        waiting = [client.counter for client in self._clients.values() if client.queue]
+        if waiting:  # so that clients that come straight back are not raised
             self._last = _Client(min(waiting))
         for client in self._clients.values():
-            client.line.clear()
+            client.queue.clear()
             client.in_heap = False
         self._heap.clear()
         self._size = 0
 
     def head(self) -> Sequence | None:
         first = self._least()
-        return None if first is None else first.line.first
+        return None if first is None else first.queue.first
 
     def in_turn(self) -> Iterator[Sequence]:
-        """As if nothing of their prompts were cached."""
-        # The heap's entries are opened from its top down, and clients are placed by what they are
-        # charged by now: as in a heap of all.
+        """Iterate as if nothing of their prompts were cached."""
+        # Open the heap's entries from its top down, and place clients by their present counters:
+        # the result is that of a heap of all.
         entries = self._heap
         heap: list[tuple[int, int, int, Iterator[Sequence] | None]] = []
 
@@ -111,45 +125,81 @@ class Fair(Policy):
                 heappush(heap, (counter, joined, index, None))
 
         reach(0)
-        begun: set[int] = set()  # requests, of which one sequence has been
+        begun: set[str] = set()  # requests of which a sequence has been yielded
         while heap:
-            counter, joined, index, line = heap[0]
-            if line is None:
+            counter, joined, index, queue = heap[0]
+            if queue is None:
                 client = entries[index][2]
-                heapreplace(heap, (client.counter, joined, index, iter(client.line)))
+                heapreplace(heap, (client.counter, joined, index, iter(client.queue)))
                 reach(2 * index + 1)
                 reach(2 * index + 2)
                 continue
-            seq = next(line, None)
+            seq = next(queue, None)
             if seq is None:
                 heappop(heap)
                 continue
             yield seq
             owner = seq.owner
-            if owner.record.scheduled is None and id(owner) not in begun:
-                begun.add(id(owner))
-                counter += owner.num_prompt_tokens * _charge(1.0, owner.request.weight)
-                heapreplace(heap, (counter, joined, index, line))
+            if owner.scheduled is None and owner.request_id not in begun:
+                begun.add(owner.request_id)
+                counter += owner.prompt_tokens * _charge(1.0, owner.weight)
+                heapreplace(heap, (counter, joined, index, queue))
 
-    def displaces(self, challenger: Sequence, running: Sequence) -> bool:
-        ahead = self._of(running).counter - self._of(challenger).counter
-        again = len(running.token_ids) * _charge(1.0, running.owner.request.weight)
-        return ahead > _EXCHANGE * again
-
-    def rank(self, seq: Sequence) -> tuple[int, tuple[int, int]]:
+    def rank(self, seq: Sequence) -> Any:
         return self._of(seq).counter, seq.order
 
-    def begins(self, state: RequestState, num_computed: int) -> None:
-        charge = _charge(1.0, state.request.weight)
-        self._of(state.sequences[0]).counter += num_computed * charge
+    def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
+        ahead = self._of(running).counter - self._of(waiting).counter
+        again = len(running.token_ids) * _charge(1.0, running.owner.weight)
+        return ahead > _PREEMPTION_COST * again
 
-    def drew(self, seqs: Items[Sequence], counts: Iterable[int]) -> None:
+    def replaced(
+        self,
+        newcomer: RequestRecord | None,
+        waiting: Iterator[RequestRecord],
+        joining: Items[RequestRecord] = (),
+    ) -> RequestRecord | None:
+        """Return the latest request of the client that has most waiting for its weight, if the
+        newcomer's client has less even with it and with those that join together with it.
+        """
+        shares: defaultdict[str, float] = defaultdict(float)
+        latest: dict[str, RequestRecord] = {}
+        for record in waiting:
+            shares[record.client] += 1 / record.weight
+            latest.setdefault(record.client, record)
+        if not shares:
+            return None
+        for record in joining:
+            shares[record.client] += 1 / record.weight
+        most = max(shares, key=shares.__getitem__)
+        if newcomer is not None:
+            own = shares.get(newcomer.client, 0.0) + 1 / newcomer.weight
+            if own >= shares[most] or newcomer.client == most:
+                return None
+        return latest.get(most)
+
+    def ahead_of(self, record: RequestRecord) -> list[Sequence]:
+        """Clients take turns: of each client as many come before as the newcomer's has waiting."""
+        queue = list(self)
+        counts = Counter(seq.owner.client for seq in queue)
+        turn = counts[record.client] + 1
+        before = []
+        for seq in queue:
+            counts[seq.owner.client] -= 1
+            if counts[seq.owner.client] < turn:
+                before.append(seq)
+        return before
+
+    def on_admit(self, record: RequestRecord, num_computed: int) -> None:
+        self._of(record.sequences[0]).counter += num_computed * _charge(1.0, record.weight)
+
+    def on_tokens(self, seqs: Items[Sequence], counts: Iterable[int]) -> None:
         for seq, count in zip(seqs, counts, strict=False):
-            charge = _charge(self._output_cost, seq.owner.request.weight)
+            charge = _charge(self._output_cost, seq.owner.weight)
             self._of(seq).counter += count * charge
 
     def served(self, name: str) -> float:
-        """A client's counter, in tokens of prompt by its weight."""
+        """Return a client's counter, in tokens of prompt by its weight."""
         client = self._clients.get(name)
         return (self._level() if client is None else client.counter) / _UNIT
 
@@ -158,32 +208,32 @@ class Fair(Policy):
 
     def __iter__(self) -> Iterator[Sequence]:
         for client in self._clients.values():
-            yield from client.line
+            yield from client.queue
 
     def _of(self, seq: Sequence) -> _Client:
-        name = seq.owner.request.client
+        name = seq.owner.client
         client = self._clients.get(name)
         return self._open(name) if client is None else client
 
     def _open(self, name: str) -> _Client:
         if len(self._clients) >= self._known:
-            # They would be lifted to the level when they come back.
+            # Those at the level or below would be raised to it when they come back.
             level = self._level()
             self._clients = {
                 name: client
                 for name, client in self._clients.items()
-                if client.line or client.counter > level
+                if client.queue or client.counter > level
             }
             self._known = max(_KNOWN, 2 * len(self._clients))
         client = self._clients[name] = _Client(self._level())
         return client
 
     def _least(self) -> _Client | None:
-        """Of those in the queue, who was served least."""
+        """Return the client in the queue that was served least."""
         heap = self._heap
         while heap:
             counter, joined, client = heap[0]
-            if not client.line:
+            if not client.queue:
                 heappop(heap)
                 client.in_heap = False
             elif client.counter > counter:
@@ -193,5 +243,5 @@ class Fair(Policy):
         return None
 
     def _level(self) -> int:
-        """Where a client begins that comes to the queue."""
+        """Return the counter from which a client that comes to the queue starts."""
         return (self._least() or self._last).counter

@@ -1,15 +1,16 @@
-"""Lower numbers first, as in vLLM, and whoever stands in line long enough comes to its turn.
+"""Lower numbers first, as in vLLM, and no request waits for ever.
 
-Those of one priority stand in a line, in order of arrival. The first of a line counts as a level
-more urgent for every ``ageing`` seconds that it has stood there. So:
+Each priority has a queue in order of arrival. The first of a queue counts as one level more urgent
+for every ``ageing`` seconds that it has been the first. Consequences:
 
-- Next is the first of lowest level. Under a stream of newcomers of priority h that never ends, one
-  of priority l > h comes to its turn every (l - h) × ``ageing`` seconds at the latest: all of them
-  in the end, but however many have gathered, they do not push aside those more urgent.
-- Whoever runs keeps the level it was let in with, and gives way only to a priority below it: who
-  came to its turn by standing in line is not sent away for the next newcomer.
-- A priority alone displaces, without what its waiting is worth: never among equals, so that two do
-  not take turns in displacing each other.
+- Next is the first with the lowest level. Under an endless stream of newcomers of priority h, one
+  request of priority l > h is admitted at least every (l - h) × ``ageing`` seconds. So all of them
+  are served in the end, but however many gather, they do not push aside more urgent requests.
+- A running sequence keeps the level it was admitted with and is preempted only for a priority
+  below that: a sequence that was admitted because of its long wait is not preempted for the next
+  newcomer.
+- Only the priority preempts, not the time waited, and never among equals: so two sequences do not
+  preempt each other by turns.
 """
 
 from __future__ import annotations
@@ -19,52 +20,76 @@ from collections.abc import Iterator
 from heapq import heappop, heappush, heapreplace
 from itertools import chain
 from math import inf
+from typing import TYPE_CHECKING, Any
 
-from octavo.scheduler.policies.base import Policy, Queue
-from octavo.scheduler.sequence import Sequence
+from octavo.scheduler.policies.base import AgeingQueue, Policy, Setting
 
-
-class _Class(Queue):
-    """Those of one priority that wait."""
-
-    __slots__ = ("priority", "turn")
-
-    def __init__(self, priority: int) -> None:
-        super().__init__()
-        self.priority = priority
-        self.turn = (0.0, priority)  # the lower, the sooner
+if TYPE_CHECKING:
+    from octavo.scheduler.request import RequestRecord
+    from octavo.scheduler.sequence import Sequence
 
 
 class Priority(Policy):
+    name = "priority"
+    help = "lower numbers first"
+    settings = (
+        Setting("priority_ageing", 30.0, "seconds in the queue that are worth a level", "SECONDS"),
+    )
+    request_fields = frozenset({"priority"})
+    replaces = True
+
     def __init__(self, ageing: float) -> None:
-        """``ageing``: seconds at the head of its line that are worth a level."""
+        """``ageing``: seconds at the head of its queue that are worth a level."""
         self._ageing = ageing
-        self._classes: dict[int, _Class] = {}
-        self._priorities: list[int] = []  # of the classes, sorted
-        self._turns: list[tuple[float, int]] = []  # of the classes, sorted
+        self._queues: dict[int, AgeingQueue] = {}
+        self._turns: list[tuple[float, int]] = []  # of the queues, sorted: the lower, the sooner
+        self._turn_of: dict[int, tuple[float, int]] = {}
         self._size = 0
 
     def push(self, seq: Sequence) -> None:
-        priority = seq.owner.request.priority
-        waiting = self._classes.get(priority)
-        if waiting is None:
-            waiting = self._classes[priority] = _Class(priority)
-            insort(self._priorities, priority)
-            insort(self._turns, waiting.turn)
-        waiting.push(seq, self.now)
+        priority = seq.owner.priority
+        queue = self._queues.get(priority)
+        if queue is None:
+            queue = self._queues[priority] = AgeingQueue()
+        queue.push(seq, self.now)
         self._size += 1
-        self._update(waiting)
+        self._update(priority, queue)
 
     def remove(self, seq: Sequence) -> None:
-        waiting = self._classes[seq.owner.request.priority]
-        waiting.remove(seq, self.now)
+        priority = seq.owner.priority
+        queue = self._queues[priority]
+        queue.remove(seq, self.now)
         self._size -= 1
-        self._update(waiting)
+        self._update(priority, queue)
+
+    def _update(self, priority: int, queue: AgeingQueue) -> None:
+        """Note the turn of a queue whose first may have changed."""
+        # At any time t the level of its first is priority - (t - began) / ageing.
+        turn = (priority * self._ageing + queue.began, priority) if queue else None
+        before = self._turn_of.get(priority)
+        if turn == before:
+            return
+        if before is not None:
+            del self._turns[bisect_left(self._turns, before)]
+        if turn is not None:
+            insort(self._turns, turn)
+            self._turn_of[priority] = turn
+        else:
+            del self._queues[priority], self._turn_of[priority]
+
+    def clear(self) -> None:
+        self._queues.clear()
+        self._turns.clear()
+        self._turn_of.clear()
+        self._size = 0
+
+    def head(self) -> Sequence | None:
+        return self._queues[self._turns[0][1]].first if self._turns else None
 
     def in_turn(self) -> Iterator[Sequence]:
-        # By the first of each, as `head` goes: who follows it may have stood longer before.
+        # By the first of each queue, as `head` goes: a later one may have been the first before.
         heap: list[tuple[float, int, Sequence, Iterator[tuple[float, Sequence]]]] = []
-        for turn, priority in chain(self._turns, [(inf, 0)]):  # a class when it comes to its turn
+        for turn, priority in chain(self._turns, [(inf, 0)]):  # a queue when its turn comes
             while heap and heap[0][:2] < (turn, priority):
                 _, level, seq, others = heap[0]
                 yield seq
@@ -75,53 +100,35 @@ class Priority(Policy):
                     began, seq = following
                     heapreplace(heap, (level * self._ageing + began, level, seq, others))
             if turn < inf:
-                others = self._classes[priority].turns(self.now)
+                others = self._queues[priority].turns(self.now)
                 _, first = next(others)
                 heappush(heap, (turn, priority, first, others))
 
-    def _update(self, waiting: _Class) -> None:
-        """Its first may be another."""
-        if not waiting:
-            del self._classes[waiting.priority]
-            del self._priorities[bisect_left(self._priorities, waiting.priority)]
-            del self._turns[bisect_left(self._turns, waiting.turn)]
-            return
-        # At any time t its level is priority - (t - began) / ageing.
-        turn = (waiting.priority * self._ageing + waiting.began, waiting.priority)
-        if turn != waiting.turn:
-            del self._turns[bisect_left(self._turns, waiting.turn)]
-            insort(self._turns, turn)
-            waiting.turn = turn
+    def rank(self, seq: Sequence) -> Any:
+        return self._level(seq), seq.order
 
-    def clear(self) -> None:
-        self._classes.clear()
-        self._priorities.clear()
-        self._turns.clear()
-        self._size = 0
+    def preemptor(self) -> Sequence | None:
+        return self._queues[min(self._queues)].first if self._queues else None
 
-    def head(self) -> Sequence | None:
-        if not self._turns:
-            return None
-        return self._classes[self._turns[0][1]].first
+    def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
+        return waiting.owner.priority < self._level(running)
 
-    def challenger(self) -> Sequence | None:
-        if not self._priorities:
-            return None
-        return self._classes[self._priorities[0]].first
+    def _level(self, seq: Sequence) -> int:
+        """Return the level that a running sequence was admitted with."""
+        return seq.owner.priority - int(seq.stood / self._ageing)
 
-    def displaces(self, challenger: Sequence, running: Sequence) -> bool:
-        return challenger.owner.request.priority < self.level(running)
+    def place(self, record: RequestRecord) -> float:
+        """A request becomes a level more urgent for every ``ageing`` seconds since its arrival, as
+        in the queue: one that has waited long enough keeps its place.
+        """
+        return record.priority * self._ageing + record.arrival
 
-    def level(self, seq: Sequence) -> int:
-        """Of one that runs."""
-        return seq.owner.request.priority - int(seq.stood / self._ageing)
-
-    def rank(self, seq: Sequence) -> tuple[int, tuple[int, int]]:
-        return self.level(seq), seq.order
+    def ahead_of(self, record: RequestRecord) -> list[Sequence]:
+        return [seq for seq in self if seq.owner.priority <= record.priority]
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
-        for waiting in self._classes.values():
-            yield from waiting
+        for queue in self._queues.values():
+            yield from queue

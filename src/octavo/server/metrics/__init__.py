@@ -22,9 +22,8 @@ from octavo.engine.engine import Step
 from octavo.engine.stats import EngineStats
 from octavo.scheduler.request import LatencyTarget, RequestRecord
 from octavo.server.clients import Clients
-from octavo.server.metrics.clients import ClientCollector
-from octavo.server.metrics.engine import EngineCollector
-from octavo.server.metrics.families import Families
+from octavo.server.metrics import engine
+from octavo.server.metrics.families import Families, Readings
 from octavo.server.metrics.requests import RequestMetrics
 from octavo.server.metrics.slo import SloMetrics
 
@@ -33,6 +32,23 @@ _STEP_TIME = (
     *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1),
     *(0.15, 0.2, 0.3, 0.5, 1, 2, 5),
 )
+
+_CLIENT_GAUGES: Readings[tuple[Clients, int]] = {
+    "http_connections": ("Connections that are open.", lambda s: len(s[0])),
+    "unsent_output_bytes": (
+        "Bytes of output, about, that clients have not read.",
+        lambda s: s[0].unsent + s[1],
+    ),
+}
+_CLIENT_COUNTERS: Readings[tuple[Clients, int]] = {
+    "http_connections_closed": (
+        "Connections closed on a client: to make room for others (no_room), because it did not "
+        "read its answer (not_read), or because all answers unread were too much "
+        "(unsent_total).",
+        lambda s: s[0].closed,
+        "reason",
+    ),
+}
 
 _Q = re.compile(r"q=(0(?:\.\d*)?|1(?:\.0*)?)")
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -49,13 +65,14 @@ class Metrics:
         self._requests = RequestMetrics(families, max_model_len)
         self._slo = SloMetrics(families)
         self.inter_token = self._requests.inter_token
+        self.refuse = self._requests.refuse  # (reason of `REJECTIONS`, client)
         self._http = Counter(
             "octavo:http_requests",
             "HTTP requests answered.",
             ("handler", "method", "status"),
             registry=self.registry,
         )
-        self.registry.register(EngineCollector(families.labels, stats))
+        families.read(stats, engine.GAUGES, engine.COUNTERS)
         ProcessCollector(registry=self.registry)
         self._step_tokens = families.histogram(
             "iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS
@@ -80,33 +97,26 @@ class Metrics:
         )
 
     def expect(self, targets: Iterable[LatencyTarget], priorities: Iterable[int]) -> None:
-        """What the server and its keys promise and give, without a client's asking: these have
-        series of their own. Before requests come.
+        """Have series for what the server and its keys promise and give, without a client's
+        asking. Before requests come.
         """
         for target in targets:
             self._slo.expect(target)
-        for priority in priorities:
-            self._requests.expect_priority(priority)
-
-    def refuse(self, reason: str, client: str = "") -> None:
-        """A request is refused, for one of `REJECTIONS` but "shed"; counted where it is
-        answered.
-        """
-        self._requests.refuse(reason, client)
+        self._requests.expect(priorities)
 
     def clients(self, clients: Clients, unsent: Callable[[], int]) -> None:
         """Read the server's connections on each scrape. ``unsent``: bytes on their way to them."""
-        self.registry.register(ClientCollector(self._families.labels, clients, unsent))
+        self._families.read(lambda: (clients, unsent()), _CLIENT_GAUGES, _CLIENT_COUNTERS)
 
     def info(self, name: str, what: str, facts: dict[str, object]) -> None:
-        """A gauge that is always 1 and says something in its labels."""
+        """Add a gauge that is always 1 and says something in its labels."""
         Gauge(f"octavo:{name}", what, tuple(facts), registry=self.registry).labels(
             *map(str, facts.values())
         ).set(1)
 
     def predicting(self, ratio: Callable[[], float]) -> Callable[[float, float], None]:
-        """Steps are predicted by a calibrated cost model; returns what is to be told each step's
-        seconds, predicted and actual. ``ratio``, of actual to predicted of late, is read on scrape.
+        """Return what is to be told each step's seconds, predicted by a calibrated cost model and
+        actual. ``ratio``, of actual to predicted of late, is read on each scrape.
         """
         self._ratio.set_function(ratio)
 
@@ -117,7 +127,7 @@ class Metrics:
         return tell
 
     def spans(self, state: str, number: int) -> None:
-        """Of the tracer's threads."""
+        """Count spans. Called on the tracer's threads."""
         self._spans[state].inc(number)
 
     def http(self, handler: str, method: str, status: int) -> None:
@@ -133,7 +143,7 @@ class Metrics:
         self._slo.on_end(record)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """(body, content type) in the format that ``accept`` asks for."""
+        """Return body and content type in the format that ``accept`` asks for."""
         wanted = _weight(accept, "application/openmetrics-text")
         if wanted and wanted >= _weight(accept, "text/plain"):
             # Names as they are. Left to itself the library replaces the colon in samples' names,
@@ -144,7 +154,7 @@ class Metrics:
 
 
 def _weight(accept: str, media: str) -> float:
-    """How much ``accept`` wants ``media``, by name (RFC 9110, section 12.4.2); 0: not at all."""
+    """Return how much ``accept`` wants ``media``, by name (RFC 9110, 12.4.2); 0: not at all."""
     weights = [0.0]
     for each in accept.lower().split(","):
         name, *parameters = (part.strip() for part in each.split(";"))

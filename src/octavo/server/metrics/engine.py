@@ -1,322 +1,233 @@
-"""What the engine does and has done: `EngineStats`, read when Prometheus asks."""
+"""What the engine does and has done: `EngineStats`, read when Prometheus asks.
+
+Every server has every metric, whatever it was asked to do: a dashboard finds each name, and a zero.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from collections.abc import Callable, Mapping
 
 from octavo.engine.stats import EngineStats
-from octavo.kv_cache.tiers import TierStats
-from octavo.server.metrics.families import LABELS
-
-
-class _Reading(NamedTuple):
-    name: str
-    what: str
-    of: Callable[[EngineStats], float]
-
-
-class _Readings(NamedTuple):
-    """Several by a label's value."""
-
-    name: str
-    what: str
-    label: str
-    of: Callable[[EngineStats], Mapping[str, float]]
+from octavo.kv_cache.connectors import NAMES
+from octavo.kv_cache.connectors.base import ConnectorStats
+from octavo.server.metrics.families import Readings
 
 
 def _external_hits(stats: EngineStats) -> int:
-    """Prompt tokens that were loaded from another tier than the pool."""
-    return stats.prefix_hits_host + stats.prefix_hits_disk
+    """Return the prompt tokens that were loaded by connectors."""
+    return sum(stats.external_hits.values())
 
 
-GAUGES = (
-    _Reading("num_requests_running", "Sequences in the batch.", lambda s: s.running),
-    _Reading("num_requests_waiting", "Sequences waiting, preempted ones too.", lambda s: s.waiting),
-    _Reading(
-        "num_requests_paused",
+Figure = Callable[[ConnectorStats], float]
+
+
+def _by_connector(stats: EngineStats, figure: Figure) -> dict[str, float]:
+    """Return a figure of every connector, by name; 0 for those that the engine does not use."""
+    absent = dict.fromkeys(NAMES, ConnectorStats())
+    return {name: figure(each) for name, each in (absent | {**stats.connectors}).items()}
+
+
+def _of_all(figure: Figure) -> Callable[[EngineStats], float]:
+    """Return what reads a figure's sum over all connectors."""
+    return lambda stats: sum(_by_connector(stats, figure).values())
+
+
+def _copied_bytes(name: str) -> Callable[[EngineStats], Mapping[str, float]]:
+    """Return what reads the bytes that a connector other than host memory has copied."""
+    return lambda stats: {
+        f"{NAMES[0]}_to_{name}": _by_connector(stats, lambda c: c.saved_bytes)[name],
+        f"{name}_to_{NAMES[0]}": _by_connector(stats, lambda c: c.loaded_bytes)[name],
+    }
+
+
+GAUGES: Readings[EngineStats] = {
+    "num_requests_running": ("Sequences in the batch.", lambda s: s.running),
+    "num_requests_waiting": ("Sequences waiting, preempted ones too.", lambda s: s.waiting),
+    "num_requests_paused": (
         "Sequences that do not go on because their clients do not read their output.",
         lambda s: s.paused,
     ),
-    _Reading(
-        "num_prompt_tokens_waiting", "Tokens of the sequences waiting.", lambda s: s.waiting_tokens
-    ),
-    _Reading("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda s: s.kv_usage),
-    _Reading(
-        "kv_cache_waste_perc",
+    "num_prompt_tokens_waiting": ("Tokens of the sequences waiting.", lambda s: s.waiting_tokens),
+    "kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1.", lambda s: s.kv_usage),
+    "kv_cache_waste_perc": (
         "Share of allocated KV slots that hold no token, 0 to 1.",
         lambda s: s.kv_waste,
     ),
-    _Reading(
-        "spec_decode_time_saved_seconds",
+    "spec_decode_time_saved_seconds": (
         "Decode time saved by speculation, as steps' times tell; below 0 where it cost more.",
         lambda s: s.time_saved_seconds,
     ),
-)
-
-COUNTERS = (
-    _Reading("prompt_tokens", "Prompt tokens of scheduled requests.", lambda s: s.prompt_tokens),
-    _Reading("generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
-    _Reading("prompt_tokens_cached", "Prompt tokens not recomputed.", lambda s: s.prefix_hits),
-    _Reading("prefix_cache_queries", "Prompt tokens looked up.", lambda s: s.prefix_queries),
-    _Reading(
-        "prefix_cache_hits",
-        "Prompt tokens found in the pool's blocks.",
-        lambda s: s.prefix_hits - _external_hits(s),
-    ),
-    _Reading("num_preemptions", "Preemptions.", lambda s: s.preemptions),
-    _Reading("requests_admitted", "Requests that were queued.", lambda s: s.admitted),
-    _Reading(
-        "kv_cache_evictions",
-        "Cached blocks overwritten, whose prompts would have to be computed again.",
-        lambda s: s.kv_evictions,
-    ),
-    _Reading("engine_steps", "Steps the engine has run.", lambda s: s.steps),
-    _Reading(
-        "engine_computed_tokens",
-        "Tokens put through the model, recomputed ones too.",
-        lambda s: s.computed_tokens,
-    ),
-    _Reading("decode_steps", "Steps in which somebody decoded.", lambda s: s.decode_steps),
-    _Reading("decode_passes", "Passes of decoding sequences.", lambda s: s.decode_passes),
-    _Reading("spec_decode_num_drafts", "Passes that checked a draft.", lambda s: s.drafts),
-    _Reading("spec_decode_num_draft_tokens", "Draft tokens checked.", lambda s: s.draft_tokens),
-    _Reading(
-        "spec_decode_num_accepted_tokens",
-        "Draft tokens that became output.",
-        lambda s: s.accepted_tokens,
-    ),
-    _Reading(
-        "spec_decode_drafting_seconds", "Time waited for the drafter.", lambda s: s.drafting_seconds
-    ),
-    _Reading(
-        "spec_decode_drafter_failures",
-        "Drafters given up on; there is no speculation since.",
-        lambda s: s.drafter_failures,
-    ),
-)
-
-GAUGES_BY = (
-    _Readings(
-        "num_requests_waiting_by_reason",
+    "num_requests_waiting_by_reason": (
         "Sequences waiting, for room (capacity) or for blocks that are read from disk (deferred).",
-        "reason",
         lambda s: {
             "capacity": s.waiting - s.waiting_deferred,
             "deferred": s.waiting_deferred,
         },
+        "reason",
     ),
-    _Readings(
-        "kv_cache_blocks",
+    "kv_cache_blocks": (
         "KV blocks by state: used (a sequence refers to it), cached (free, and usable by a prompt "
         "that begins alike), free.",
-        "state",
         lambda s: {
             "used": s.kv_blocks_used,
             "cached": s.kv_blocks_cached,
             "free": s.kv_blocks - s.kv_blocks_used - s.kv_blocks_cached,
         },
+        "state",
     ),
-)
+    # Of steps with a target (--itl-target); without one there are none.
+    "itl_target_seconds": (
+        "What a step may take in which somebody decodes.",
+        lambda s: s.itl_target or 0.0,
+    ),
+    "paced_step_spread": (
+        "Standard deviation of actual to predicted time of the paced steps, of late.",
+        lambda s: s.step_spread,
+    ),
+    "kv_offload_used_bytes": (
+        "Bytes of KV that a tier holds.",
+        lambda s: _by_connector(s, lambda c: c.used_bytes),
+        "tier",
+    ),
+    "kv_offload_capacity_bytes": (
+        "Bytes of KV that a tier may hold.",
+        lambda s: _by_connector(s, lambda c: c.capacity_bytes),
+        "tier",
+    ),
+}
 
-COUNTERS_BY = (
-    _Readings(
-        "prompt_tokens_by_source",
+COUNTERS: Readings[EngineStats] = {
+    "prompt_tokens": ("Prompt tokens of scheduled requests.", lambda s: s.prompt_tokens),
+    "generation_tokens": ("Tokens generated.", lambda s: s.generation_tokens),
+    "prompt_tokens_cached": ("Prompt tokens not recomputed.", lambda s: s.prefix_hits),
+    "prefix_cache_queries": ("Prompt tokens looked up.", lambda s: s.prefix_queries),
+    "prefix_cache_hits": (
+        "Prompt tokens found in the pool's blocks.",
+        lambda s: s.prefix_hits - _external_hits(s),
+    ),
+    "num_preemptions": ("Preemptions.", lambda s: s.preemptions),
+    "requests_admitted": ("Requests that were queued.", lambda s: s.admitted),
+    "kv_cache_evictions": (
+        "Cached blocks overwritten, whose prompts would have to be computed again.",
+        lambda s: s.kv_evictions,
+    ),
+    "engine_steps": ("Steps the engine has run.", lambda s: s.steps),
+    "engine_computed_tokens": (
+        "Tokens put through the model, recomputed ones too.",
+        lambda s: s.computed_tokens,
+    ),
+    "decode_steps": ("Steps in which somebody decoded.", lambda s: s.decode_steps),
+    "decode_passes": ("Passes of decoding sequences.", lambda s: s.decode_passes),
+    "spec_decode_num_drafts": ("Passes that checked a draft.", lambda s: s.drafts),
+    "spec_decode_num_draft_tokens": ("Draft tokens checked.", lambda s: s.draft_tokens),
+    "spec_decode_num_accepted_tokens": (
+        "Draft tokens that became output.",
+        lambda s: s.accepted_tokens,
+    ),
+    "spec_decode_drafting_seconds": ("Time waited for the drafter.", lambda s: s.drafting_seconds),
+    "spec_decode_drafter_failures": (
+        "Drafters given up on; there is no speculation since.",
+        lambda s: s.drafter_failures,
+    ),
+    "prompt_tokens_by_source": (
         "Prompt tokens of scheduled requests, by where their keys and values came from.",
-        "source",
         lambda s: {
             "local_compute": s.prompt_tokens - s.prefix_hits,
             "local_cache_hit": s.prefix_hits - _external_hits(s),
             "external_kv_transfer": _external_hits(s),
         },
-    ),
-    _Readings(
-        "prompt_tokens_cached_by_source",
-        "Prompt tokens not recomputed, by the tier of the cache that held them.",
         "source",
+    ),
+    "prompt_tokens_cached_by_source": (
+        "Prompt tokens not recomputed, by the tier of the cache that held them.",
         lambda s: {
             "device": s.prefix_hits - _external_hits(s),
-            "host": s.prefix_hits_host,
-            "disk": s.prefix_hits_disk,
+            **dict.fromkeys(NAMES, 0),
+            **s.external_hits,
         },
+        "source",
     ),
-    _Readings(
-        "spec_decode_num_accepted_tokens_per_pos",
+    "spec_decode_num_accepted_tokens_per_pos": (
         "Draft tokens that became output, by their place in the draft.",
-        "position",
         lambda s: {str(at): count for at, count in enumerate(s.accepted_per_position or [0])},
+        "position",
     ),
-    _Readings(
-        "step_phase_seconds",
+    "step_phase_seconds": (
         "Time of all steps, by phase; together the time that the engine was busy.",
-        "phase",
         lambda s: {
             "schedule": s.schedule_seconds,
             "execute": s.step_seconds - s.schedule_seconds - s.sample_seconds - s.deliver_seconds,
             "sample": s.sample_seconds,
             "deliver": s.deliver_seconds,
         },
+        "phase",
     ),
-)
-
-
-# Of steps with a target (--itl-target); without one there are none.
-
-PACE_GAUGES = (
-    _Reading(
-        "itl_target_seconds",
-        "What a step may take in which somebody decodes.",
-        lambda s: s.itl_target or 0.0,
-    ),
-    _Reading(
-        "paced_step_spread",
-        "Standard deviation of actual to predicted time of the paced steps, of late.",
-        lambda s: s.step_spread,
-    ),
-)
-
-PACE_COUNTERS = (
-    _Reading("late_steps", "Steps with a target that took longer.", lambda s: s.late_steps),
-    _Reading(
-        "paced_steps",
+    # Of steps with a target (--itl-target); without one there are none.
+    "late_steps": ("Steps with a target that took longer.", lambda s: s.late_steps),
+    "paced_steps": (
         "Steps with prompts, whose size was chosen by the time they were predicted to take.",
         lambda s: s.paced_steps,
     ),
-    _Reading(
-        "paced_step_seconds",
+    "paced_step_seconds": (
         "Time that paced steps took, without copies of blocks from other tiers.",
         lambda s: s.paced_seconds,
     ),
-    _Reading(
-        "paced_step_predicted_seconds",
+    "paced_step_predicted_seconds": (
         "Time that paced steps were predicted to take, without copies of blocks from other tiers.",
         lambda s: s.predicted_seconds,
     ),
-)
-
-# Of the tiers of the prefix cache beyond the pool; all nought where there are none.
-
-TIER_COUNTERS = (
-    _Reading(
-        "external_prefix_cache_queries",
+    # Of the connectors; all 0 where there are none.
+    "external_prefix_cache_queries": (
         "Prompt tokens looked up in other tiers, those that the pool's blocks do not hold.",
-        lambda s: s.prefix_queries - s.prefix_hits + _external_hits(s) if s.tiers else 0,
+        lambda s: s.prefix_queries - s.prefix_hits + _external_hits(s) if s.connectors else 0,
     ),
-    _Reading(
-        "external_prefix_cache_hits", "Prompt tokens found there.", lambda s: _external_hits(s)
-    ),
-    _Reading(
-        "preempted_tokens_loaded",
+    "external_prefix_cache_hits": ("Prompt tokens found there.", lambda s: _external_hits(s)),
+    "preempted_tokens_loaded": (
         "Tokens of preempted sequences loaded from another tier instead of computed again.",
         lambda s: s.swapped_tokens,
     ),
-    _Reading(
-        "kv_offload_loading_seconds",
+    "kv_offload_loading_seconds": (
         "Time that loading blocks into the pool took.",
-        lambda s: _tiers(s).loading_seconds,
+        _of_all(lambda c: c.loading_seconds),
     ),
-    _Reading(
-        "kv_offload_corrupted_blocks",
+    "kv_offload_corrupted_blocks": (
         "Blocks on disk that were not what was written, and were dropped.",
-        lambda s: _tiers(s).corrupted_blocks,
+        _of_all(lambda c: c.corrupted_blocks),
     ),
-    _Reading(
-        "kv_offload_failed_reads",
+    "kv_offload_failed_reads": (
         "Blocks on disk that could not be read, and stay there.",
-        lambda s: _tiers(s).failed_reads,
+        _of_all(lambda c: c.failed_loads),
     ),
-    _Reading(
-        "kv_offload_failed_writes",
+    "kv_offload_failed_writes": (
         "Blocks that could not be written to disk.",
-        lambda s: _tiers(s).failed_writes,
+        _of_all(lambda c: c.failed_saves),
     ),
-    _Reading(
-        "kv_offload_not_worth_loading",
+    "kv_offload_not_worth_loading": (
         "Hits left alone because computing was predicted to be quicker.",
-        lambda s: _tiers(s).not_worth_loading,
+        _of_all(lambda c: c.skipped_hits),
     ),
-)
-
-TIER_GAUGES_BY = (
-    _Readings(
-        "kv_offload_used_bytes",
-        "Bytes of KV that a tier holds.",
-        "tier",
-        lambda s: {"host": _tiers(s).host_bytes, "disk": _tiers(s).disk_bytes},
-    ),
-    _Readings(
-        "kv_offload_capacity_bytes",
-        "Bytes of KV that a tier may hold.",
-        "tier",
-        lambda s: {"host": _tiers(s).host_capacity, "disk": _tiers(s).disk_capacity},
-    ),
-)
-
-TIER_COUNTERS_BY = (
-    _Readings(
-        "kv_offload_blocks",
+    "kv_offload_blocks": (
         "Blocks copied between the pool (device) and host memory.",
-        "transfer",
         lambda s: {
-            "device_to_host": _tiers(s).spilled_blocks,
-            "host_to_device": _tiers(s).loaded_blocks,
+            f"device_to_{NAMES[0]}": _by_connector(s, lambda c: c.saved_blocks)[NAMES[0]],
+            f"{NAMES[0]}_to_device": _by_connector(s, lambda c: c.loaded_blocks)[NAMES[0]],
         },
-    ),
-    _Readings(
-        "kv_offload_disk_bytes",
-        "Bytes copied between host memory and disk.",
         "transfer",
-        lambda s: {
-            "host_to_disk": _tiers(s).disk_bytes_written,
-            "disk_to_host": _tiers(s).disk_bytes_read,
-        },
     ),
-    _Readings(
-        "kv_offload_fetches",
+    "kv_offload_fetches": (
         "Requests that waited for the disk, and got all of it in time or computed the rest (late).",
+        lambda s: {
+            "in_time": _of_all(lambda c: c.loads_in_time)(s),
+            "late": _of_all(lambda c: c.loads_late)(s),
+        },
         "result",
-        lambda s: {"in_time": _tiers(s).reads_in_time, "late": _tiers(s).reads_late},
     ),
-)
-
-
-# At every server, whatever it was asked to do: a dashboard finds each name, and a zero.
-ALL_GAUGES = (*GAUGES, *GAUGES_BY, *PACE_GAUGES, *TIER_GAUGES_BY)
-ALL_COUNTERS = (*COUNTERS, *COUNTERS_BY, *PACE_COUNTERS, *TIER_COUNTERS, *TIER_COUNTERS_BY)
-
-_NO_TIERS = TierStats()
-
-
-def _tiers(stats: EngineStats) -> TierStats:
-    return stats.tiers or _NO_TIERS
-
-
-class EngineCollector(Collector):
-    def __init__(self, labels: tuple[str, ...], stats: Callable[[], EngineStats]) -> None:
-        self._labels = labels
-        self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        yield from self._filled(GaugeMetricFamily, ALL_GAUGES, stats)
-        yield from self._filled(CounterMetricFamily, ALL_COUNTERS, stats)
-
-    def _filled(
-        self,
-        kind: type[GaugeMetricFamily | CounterMetricFamily],
-        readings: Iterable[_Reading | _Readings],
-        stats: EngineStats,
-    ) -> Iterator[Metric]:
-        for reading in readings:
-            name = f"octavo:{reading.name}"
-            if isinstance(reading, _Reading):
-                family = kind(name, reading.what, labels=LABELS)
-                family.add_metric(self._labels, reading.of(stats))
-            else:
-                family = kind(name, reading.what, labels=(*LABELS, reading.label))
-                for value, amount in reading.of(stats).items():
-                    family.add_metric((*self._labels, value), amount)
-            yield family
+    **{
+        f"kv_offload_{name}_bytes": (
+            f"Bytes copied between host memory and {name}.",
+            _copied_bytes(name),
+            "transfer",
+        )
+        for name in NAMES[1:]
+    },
+}

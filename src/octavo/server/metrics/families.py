@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 LABELS = ("model_name", "engine")
 
+S = TypeVar("S")
+# By name: what it is, and its value in S; or a label, and the values by those of the label.
+Readings = Mapping[
+    str,
+    tuple[str, Callable[[S], float]] | tuple[str, Callable[[S], Mapping[str, float]], str],
+]
+
 
 class Families:
-    """Makes families in ``registry``. What it returns has its first two labels set."""
+    """Makes families in ``registry``, with their first two labels set."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self.registry = registry
@@ -26,9 +35,13 @@ class Families:
         return Gauge(f"octavo:{name}", what, LABELS, registry=self.registry).labels(*self.labels)
 
     def counters(self, name: str, what: str, label: str, values: Iterable[str]) -> dict[str, Any]:
-        """A counter's children for each of the values that ``label`` can have."""
+        """Return a counter's children for each of the values that ``label`` can have."""
         family = Counter(f"octavo:{name}", what, (*LABELS, label), registry=self.registry)
         return {value: family.labels(*self.labels, value) for value in values}
+
+    def read(self, source: Callable[[], S], gauges: Readings[S], counters: Readings[S]) -> None:
+        """Read metrics from what ``source`` returns on each scrape."""
+        self.registry.register(_ReadingCollector(self.labels, source, gauges, counters))
 
     def open_counter(self, name: str, what: str, *labels: str, most: int) -> Open:
         family = Counter(f"octavo:{name}", what, (*LABELS, *labels), registry=self.registry)
@@ -47,9 +60,36 @@ class Families:
         return Open(family, self.labels, most)
 
 
+class _ReadingCollector(Collector, Generic[S]):
+    def __init__(
+        self,
+        labels: tuple[str, ...],
+        source: Callable[[], S],
+        gauges: Readings[S],
+        counters: Readings[S],
+    ) -> None:
+        self._labels = labels
+        self._source = source
+        self._readings = ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters))
+
+    def collect(self) -> Iterator[Metric]:
+        source = self._source()
+        for kind, readings in self._readings:
+            for name, (what, of, *label) in readings.items():
+                family = kind(f"octavo:{name}", what, labels=(*LABELS, *label))
+                found = of(source)
+                values = found.items() if isinstance(found, Mapping) else [(None, found)]
+                for value, amount in values:
+                    own = () if value is None else (value,)
+                    family.add_metric((*self._labels, *own), amount)
+                yield family
+
+
 class Open:
-    """Children of a family by a label whose values clients choose: ``most`` of them beside those
-    reserved, for a time series never goes away, and those that come later together as "other".
+    """Children of a family by a label whose values clients choose.
+
+    A time series never goes away: so there are ``most`` of them beside those reserved, and the
+    values that come later are counted together as "other".
     """
 
     def __init__(self, family: Any, labels: tuple[str, ...], most: int) -> None:
@@ -59,14 +99,18 @@ class Open:
         self._values: set[str] = set()
         self._children: dict[tuple[str, ...], Any] = {}
 
-    def reserve(self, value: str) -> None:
-        """The server's own choice, which no client's keeps out. Before any is counted."""
+    def reserve(self, value: str, *series: tuple[str, ...]) -> None:
+        """Keep a place for the server's own ``value``, which clients' do not take, and make its
+        ``series``: further labels. Before any is counted.
+        """
         if value not in self._values:
             self._values.add(value)
             self._most += 1
+        for more in series:
+            self(value, *more)
 
     def __call__(self, value: str, *more: str) -> Any:
-        """The child of ``value``; ``more``: further labels, whose values are few."""
+        """Return the child of ``value``; ``more``: further labels, whose values are few."""
         child = self._children.get((value, *more))
         if child is None:
             if value not in self._values:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from octavo.scheduler.request import FinishReason, Outcome, RequestRecord
 from octavo.server.metrics.families import Families
@@ -24,8 +24,8 @@ _SMALL = (1, 2, 5, 10, 20)
 _PRIORITIES = 8  # that clients ask for, with series of their own
 _CLIENTS = 128
 
-# Why a request was refused. Counted where the refusal is answered, and of those shed or replaced,
-# which have waited, when their record ends.
+# Why a request was refused. Counted where the refusal is answered, or when its record ends if it
+# was shed or replaced, which means that it has waited.
 REJECTIONS = (
     *("capacity", "quota", "shed", "replaced", "draining", "invalid", "unauthorized"),
     *("forbidden", "not_found", "misdirected", "timeout", "gone", "error"),
@@ -112,24 +112,17 @@ class RequestMetrics:
             "client",
             most=_CLIENTS,
         )
-        self._open_client("")
-        self.expect_priority(0)
+        self._requests_of_client.reserve("", *((outcome.value,) for outcome in Outcome))
+        self._prompt_tokens_of_client.reserve("", ())
+        self._generation_tokens_of_client.reserve("", ())
+        self.expect([0])
 
-    def _open_client(self, client: str) -> None:
-        self._requests_of_client.reserve(client)
-        self._prompt_tokens_of_client.reserve(client)
-        self._generation_tokens_of_client.reserve(client)
-        for outcome in Outcome:
-            self._requests_of_client(client, outcome.value)
-        self._prompt_tokens_of_client(client)
-        self._generation_tokens_of_client(client)
+    def expect(self, priorities: Iterable[int]) -> None:
+        """Have series for the priorities that the server itself gives to requests."""
+        for priority in priorities:
+            self._queue_of_priority.reserve(str(priority), ())
 
-    def expect_priority(self, priority: int) -> None:
-        """One that the server itself gives to requests."""
-        self._queue_of_priority.reserve(str(priority))
-        self._queue_of_priority(str(priority))
-
-    def refuse(self, reason: str, client: str) -> None:
+    def refuse(self, reason: str, client: str = "") -> None:
         self._rejected[reason].inc()
         self._requests_of_client(client, Outcome.REJECTED.value).inc()
 
@@ -169,7 +162,7 @@ class RequestMetrics:
 
 
 def _reason(record: RequestRecord) -> str:
-    """One word for a request: of several choices, "length" if any was cut."""
+    """Return one word for how a request ended: of several choices, "length" if any was cut."""
     if record.outcome is Outcome.ABORTED:
         return "abort"
     if record.outcome is not Outcome.FINISHED:
@@ -178,7 +171,7 @@ def _reason(record: RequestRecord) -> str:
 
 
 def _one_two_five(most: int) -> Iterator[int]:
-    """1, 2, 5, 10, … up to ``most``."""
+    """Yield 1, 2, 5, 10, … up to ``most``."""
     scale = 1
     while True:
         for digit in (1, 2, 5):

@@ -1,6 +1,6 @@
-"""Promises kept: of the requests that were promised a latency (`LatencyTarget`), how many got it.
+"""Promises kept: how many of the requests that were promised a latency (`LatencyTarget`) got it.
 
-Goodput is what was served in time (Zhong et al., DistServe, 2024): the rate of ``result="met"``.
+Goodput is the rate of what was served in time, ``result="met"`` (Zhong et al., DistServe, 2024).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SLOTS = 600  # that the window has
 
 @dataclass(slots=True)
 class _Slot:
-    """What ended in a tenth of a second."""
+    """The requests that ended in one tenth of a second."""
 
     at: int  # clock time, in slots
     ended: int = 0
@@ -66,20 +66,21 @@ class SloMetrics:
         ).set_function(lambda: sum(slot.tokens for slot in self._recent()) / _WINDOW)
 
     def expect(self, target: LatencyTarget) -> None:
-        """One that the server itself promises: its class has series of its own, whatever classes
-        clients make up, and all of them from the start.
+        """Have all series, from the start, for a target that the server itself promises, whatever
+        targets clients make up.
         """
         slo_class = class_of(target)
         for family in (self._requests, self._tokens):
-            family.reserve(slo_class)
-        self._open(slo_class)
+            family.reserve(slo_class, *((result,) for result in _RESULTS))
 
     def on_end(self, record: RequestRecord) -> None:
         result = standing(record, self._now())
         if result is None or record.target is None:
             return
         slo_class = class_of(record.target)
-        self._open(slo_class)
+        for each in _RESULTS:  # a share is of series that are there, even those at 0
+            self._requests(slo_class, each)
+            self._tokens(slo_class, each)
         self._requests(slo_class, result).inc()
         self._tokens(slo_class, result).inc(record.completion_tokens)
         if result != "aborted" and record.finished is not None:
@@ -89,12 +90,6 @@ class SloMetrics:
         recent = self._recent()
         ended = sum(slot.ended for slot in recent)
         return sum(slot.met for slot in recent) / ended if ended else 1.0
-
-    def _open(self, slo_class: str) -> None:
-        """A share is of series that are there, also where one is nought."""
-        for each in _RESULTS:
-            self._requests(slo_class, each)
-            self._tokens(slo_class, each)
 
     def _count(self, finished: float, met: bool, tokens: int) -> None:
         at = _slot(finished)
@@ -117,7 +112,9 @@ def _slot(at: float) -> int:
 
 
 def class_of(target: LatencyTarget) -> str:
-    """As ``octavo bench serve --goodput`` spells it, in milliseconds: "ttft:2000 tpot:50"."""
+    """Return a target as ``octavo bench serve --goodput`` spells it, in milliseconds: "ttft:2000
+    tpot:50".
+    """
     return " ".join(
         f"{name}:{1000 * limit:g}"
         for name, limit in zip(target._fields, target, strict=True)

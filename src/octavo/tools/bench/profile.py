@@ -207,9 +207,7 @@ def _watched(drive: Drive) -> Iterator[_Record]:
             start,
             end,
             calls[:],
-            executor.profile(),
-            executor.num_meetings,
-            executor.last_meeting,
+            *executor.profile(),
             batch,
         )
 

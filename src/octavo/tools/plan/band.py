@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from math import exp, hypot
 from typing import Any, NamedTuple
 
-from octavo.tools.plan.calibration import Calibration
+from octavo.engine.calibration import Calibration
 from octavo.tools.plan.gpu import FITTED, LARGE_ERROR
 from octavo.tools.plan.saturation import Saturation
 from octavo.tools.plan.simulation import Setup, Simulation, simulate

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from octavo.engine.calibration import Calibration
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import LoadedEngine, load_engine
-from octavo.tools.plan.calibration import Calibration
+from octavo.tools.plan import calibrating
 from octavo.tools.plan.replay import replay
 from octavo.tools.plan.slo import Figures, Slo, promised
 from octavo.tools.workload.datasets import Part, Sample
@@ -66,4 +67,4 @@ def _refreshed(loaded: LoadedEngine) -> Calibration | None:
     if config.speculation is not None or not config.enable_prefix_caching:
         return None
     calibration = Calibration.of_engine(loaded)
-    return None if calibration is None else calibration.refreshed(loaded)
+    return None if calibration is None else calibrating.refreshed(calibration, loaded)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from octavo.engine.calibration import KindError, Slowness
 from octavo.executor.base import Batch
 from octavo.executor.cost import SHARPEST, Arithmetic, CostModel, OpCost, Rates, chunks_of
 
@@ -49,17 +50,6 @@ class Parameter(NamedTuple):
     name: str
     usual: float
     deviation: float
-
-
-@dataclass(frozen=True, slots=True)
-class KindError:
-    """How well steps of a kind are predicted by a fit that has not seen them."""
-
-    kind: str
-    steps: int
-    seconds: float  # the median
-    bias: float  # median of predicted ÷ observed, less 1
-    error: float  # median of its distance from 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +86,6 @@ def fit(
         kinds,
         errors,
     )
-
-
-class Slowness(NamedTuple):
-    """How many times as long a machine takes as when it was calibrated (`Rates.slowed`)."""
-
-    memory: float
-    processor: float
 
 
 def slowness(

@@ -147,7 +147,7 @@ def _record(leap: Leap, start: float, live: dict[str, Record], last: dict[str, f
     between = array("d", [end - before for before, end in pairwise(ends)])
     steps, first, final = len(ends), ends[0], ends[-1]
     for seq in leap.decodes:
-        name = seq.owner.request.request_id
+        name = seq.owner.request_id
         record = live[name]
         record.itl.append(first - last[name])
         record.itl.extend(between)
@@ -175,11 +175,8 @@ def _begin(
         terms["client"] = f"{kind.name} {sample.client}"
         if kind.limits is not None:
             terms["target"] = promised(kind.limits) if kind.limits else None
-        policy = engine.scheduler.config.policy.scheduling_policy
-        if policy == "priority":
-            terms["priority"] = kind.priority
-        elif policy == "fair":
-            terms["weight"] = kind.weight
+        for name in engine.scheduler.policy.request_fields:
+            terms[name] = getattr(kind, name)
     params = SamplingParams(temperature=0.0, max_tokens=sample.output_len, ignore_eos=True)
     if sample.max_tokens is not None:  # a scripted sampler stops as soon as it may
         params = replace(

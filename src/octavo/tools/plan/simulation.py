@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from octavo.engine.cache_plan import CachePlan, plan_cache
+from octavo.engine.calibration import Calibration, CalibrationKey
 from octavo.engine.clock import VirtualClock
 from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
 from octavo.engine.engine import Engine, Observer
-from octavo.engine.pace import Pace
+from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.cost import Arithmetic, CostModel, Rates
 from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
@@ -24,7 +25,7 @@ from octavo.scheduler.scheduler import Scheduler
 from octavo.spec_decode.config import SpeculativeConfig
 from octavo.spec_decode.scripted import ScriptedDrafter
 from octavo.spec_decode.speculator import Speculator
-from octavo.tools.plan.calibration import Calibration, CalibrationKey
+from octavo.tools.plan.calibrating import misfit
 from octavo.tools.plan.gpu import RUNTIME_BYTES
 from octavo.tools.plan.hardware import Device
 from octavo.tools.plan.quantization import Stored, arithmetic, as_asked, as_rounded, for_gpus, held
@@ -123,7 +124,7 @@ class Setup:
             return "calibrated with other settings, whose rates are taken for these"
         if stored is None:
             return "not calibrated: the machine's limits only; run octavo calibrate MODEL"
-        unfit = stored.misfit(self.device.rates(self.stored.bytes))
+        unfit = misfit(stored, self.device.rates(self.stored.bytes))
         return f"{stored.standing}; {unfit}" if unfit else stored.standing
 
 
@@ -169,7 +170,7 @@ def weights_on(
 
 
 def simulated_engine(setup: Setup) -> Engine:
-    """The engine that `load_engine` would build there, on a cost executor and a virtual clock.
+    """The engine that `load_engine` would build there, on a simulated executor and a virtual clock.
 
     Raises `DoesNotFit`.
     """
@@ -213,11 +214,11 @@ def simulated_engine(setup: Setup) -> Engine:
             attention=setup.device.attention(layout.dtype, setup.quantized),
         ),
     )
-    pace: Pace | None = None
+    pace: StepTimePredictor | None = None
     if config.itl_target is not None:  # steps take what is predicted: there is nothing to learn
         stored = setup.calibration()
         noise = None if stored is None else stored.noise
-        pace = Pace(executor.costs, executor.rates, noise=noise, learns=False)
+        pace = StepTimePredictor(executor.costs, executor.rates, noise=noise, learns=False)
     vocab_size = compute.config.vocab_size
     sampler, clock = ScriptedSampler(vocab_size, stop_rate=1.0), VirtualClock()
     speculator, speculation = None, config.speculation
@@ -238,7 +239,7 @@ def simulated_engine(setup: Setup) -> Engine:
         vocab_size=vocab_size,
         seed=config.seed or 0,
         speculator=speculator,
-        pace=pace,
+        step_times=pace,
     )
 
 

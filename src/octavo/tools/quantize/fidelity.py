@@ -34,7 +34,7 @@ from octavo.executor.reference import evaluate
 from octavo.loader.base import Checkpoint, CheckpointError, Tokenizer, Weight
 from octavo.loader.dequantize import dequantize
 from octavo.models.families import program
-from octavo.models.program import Embed, ExpertLinear, Logits, Op
+from octavo.models.program import Embed, ExpertLinear, Logits, Op, soft_cap
 from octavo.tools.quantize.distance import Distances, distances
 from octavo.tools.quantize.layers import live, roles, split
 
@@ -278,7 +278,7 @@ class Exact:
 
     def logits(self, index: int, first: int, last: int) -> Float32:
         rows = self._hidden[index][first:last] @ self._head.T
-        return evaluate.soft_cap(rows, self._last.softcap)
+        return soft_cap(rows, self._last.softcap)
 
     def _before_head(self, sequences: Sequence[Int32]) -> list[Float32]:
         """[tokens, hidden] of each sequence."""

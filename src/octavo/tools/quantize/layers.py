@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from octavo.executor.native.lower import names
 from octavo.models.config import ModelConfig
 from octavo.models.program import (
     ExpertLinear,
@@ -107,7 +106,7 @@ def live(ops: Sequence[Op], after: frozenset[str] = frozenset()) -> frozenset[st
     """Values that ``ops`` read before they write them, with those wanted ``after`` them."""
     wanted = set(after)
     for op in reversed(ops):
-        reads, writes = names(op)
+        reads, writes = op.reads, op.writes
         wanted -= set(writes)
         wanted |= set(reads)
     return frozenset(wanted)
@@ -119,7 +118,7 @@ def _inputs(ops: Sequence[Op], config: ModelConfig) -> tuple[SharedInput, ...]:
     groups: dict[tuple[str, int], list[int]] = {}
     sources: dict[int, tuple[int, ...]] = {}  # the ops that made what an op reads
     for index, op in enumerate(ops):
-        reads, writes = names(op)
+        reads, writes = op.reads, op.writes
         sources[index] = tuple(made.get(name, -1) for name in reads)
         for source in sources[index]:
             readers[source] = readers.get(source, 0) + 1

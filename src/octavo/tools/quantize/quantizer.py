@@ -28,7 +28,7 @@ from octavo.loader.base import Checkpoint, CheckpointError, Weight
 from octavo.loader.bind import ROUTER
 from octavo.loader.dequantize import dequantize
 from octavo.models.families import program
-from octavo.models.program import Op
+from octavo.models.program import Op, Values, slots
 from octavo.tools.quantize.awq import Stored, awq
 from octavo.tools.quantize.calibrate import Moments
 from octavo.tools.quantize.gptq import Order, gptq, relative_loss
@@ -193,7 +193,7 @@ class Quantizer:
     # ── Methods ─────────────────────────────────────────────────────────────────────────────────
 
     def _rtn(
-        self, hidden: list[evaluate.Values], layer: LayerOps, weights: _Weights, tell: _Teller
+        self, hidden: list[Values], layer: LayerOps, weights: _Weights, tell: _Teller
     ) -> LayerResult:
         result = LayerResult.empty()
         for role in self._rounded(layer.matrices):
@@ -207,7 +207,7 @@ class Quantizer:
         return [role for role in roles if role not in self.recipe.kept]
 
     def _gptq(
-        self, hidden: list[evaluate.Values], layer: LayerOps, weights: _Weights, tell: _Teller
+        self, hidden: list[Values], layer: LayerOps, weights: _Weights, tell: _Teller
     ) -> LayerResult:
         result = LayerResult.empty()
         recipe = self.recipe
@@ -242,7 +242,7 @@ class Quantizer:
         return result
 
     def _awq(
-        self, hidden: list[evaluate.Values], layer: LayerOps, weights: _Weights, tell: _Teller
+        self, hidden: list[Values], layer: LayerOps, weights: _Weights, tell: _Teller
     ) -> LayerResult:
         result = LayerResult.empty()
         inputs = self._inputs(hidden, layer, weights, result)
@@ -259,7 +259,7 @@ class Quantizer:
 
     def _inputs(
         self,
-        hidden: list[evaluate.Values],
+        hidden: list[Values],
         layer: LayerOps,
         weights: Mapping[str, Float32],
         result: LayerResult,
@@ -286,7 +286,7 @@ class Quantizer:
         self._advance(hidden, layer, weights, done, len(layer.ops))
         result.starved.extend(sorted(starved))
 
-    def _moments(self, hidden: list[evaluate.Values], shared: SharedInput) -> Moments:
+    def _moments(self, hidden: list[Values], shared: SharedInput) -> Moments:
         inputs = self.program.weights[shared.roles[0]][1]
         moments = Moments(inputs)
         for values in hidden:
@@ -294,14 +294,14 @@ class Quantizer:
             if shared.expert is not None:
                 experts = self.config.experts
                 assert experts is not None
-                chosen, rows = evaluate.slots(x, values[shared.route], experts, inputs)
+                chosen, rows = slots(x, values[shared.route], experts, inputs)
                 x = rows[chosen == shared.expert]
             moments.add(x)
         return moments
 
     def _advance(
         self,
-        hidden: list[evaluate.Values],
+        hidden: list[Values],
         layer: LayerOps,
         weights: Mapping[str, Float32],
         start: int,
@@ -313,7 +313,7 @@ class Quantizer:
 
     # ── Hidden states ───────────────────────────────────────────────────────────────────────────
 
-    def _start(self) -> list[evaluate.Values]:
+    def _start(self) -> list[Values]:
         """The samples, embedded, some sequences at a time."""
         assert self.samples is not None
         count = max(1, CHUNK // self.samples.shape[1])
@@ -321,7 +321,7 @@ class Quantizer:
         weights = {role: self._embedding(role, used) for op in self.before for role in roles(op)}
         chunks = []
         for start in range(0, len(self.samples), count):
-            values: evaluate.Values = {}
+            values: Values = {}
             ids = samples.reshape(self.samples.shape)[start : start + count]
             evaluate.run(self.before, self.config, weights, values, ids)
             chunks.append(values)
@@ -334,7 +334,7 @@ class Quantizer:
         return values if scheme is None else nearest(scheme, values).values()
 
     def _follow(
-        self, hidden: list[evaluate.Values], layer: LayerOps, weights: Mapping[str, Float32]
+        self, hidden: list[Values], layer: LayerOps, weights: Mapping[str, Float32]
     ) -> None:
         """All samples through a finished layer, stopping where quantizing it stops: the same
         products in the same pieces give the same bits after an interruption."""
@@ -345,7 +345,7 @@ class Quantizer:
         self,
         ops: tuple[Op, ...],
         weights: Mapping[str, Float32],
-        values: evaluate.Values,
+        values: Values,
         rest: tuple[Op, ...],
     ) -> None:
         """Executes ``ops`` and keeps what the rest of the layer, or the next one, reads."""

@@ -107,7 +107,7 @@ class _Listener:
         ):
             if not run:
                 continue
-            answer = self.answers[seq.owner.request.request_id]
+            answer = self.answers[seq.owner.request_id]
             answer.hidden.append(hidden[row].astype(np.float16))
             answer.tokens.append(run[0])
 

@@ -161,7 +161,7 @@ class _Observed:
                 continue
             start = tuple(seq.token_ids)
             run = step.drawn.runs[index]
-            params = seq.owner.request.params
+            params = seq.owner.params
             if start not in self._seen:
                 self._seen.add(start)
                 q = None if given is None else given[index]

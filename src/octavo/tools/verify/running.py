@@ -118,7 +118,7 @@ class Running:
             return
         scheduled = step.scheduled
         for index, (seq, run) in enumerate(zip(scheduled.samples, step.drawn.runs, strict=True)):
-            key = seq.owner.request.request_id, seq.choice
+            key = seq.owner.request_id, seq.choice
             for at in range(len(run)):
                 row = scheduled.last_row(index, run[: at + 1])
                 self._row(key, seq.output.num_tokens + at, self.watched.row(row))

@@ -1,4 +1,4 @@
-"""Against Octavo's own server: a real engine on a cost executor, and the command itself."""
+"""Against Octavo's own server: a real engine on a simulated executor, and the command itself."""
 
 from __future__ import annotations
 

@@ -1,0 +1,221 @@
+"""The prefix cache beyond the pool: decides which blocks connectors save and load.
+
+A block that is about to be overwritten in the pool is copied to host memory before the step that
+overwrites it, and a prefix that host memory has is copied into the pool before the step that reads
+it. Both happen in the engine's thread, in the order in which the cache decided them. All other
+connectors are loaded into host memory ahead of use (kv_cache/connectors/prefetch.py) and save
+copies after steps (kv_cache/connectors/save.py). So a preempted sequence needs no decision to swap
+it: blocks of it that are overwritten while it waits are in host memory when it returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+
+import numpy as np
+
+from octavo.kv_cache.block_hash import BlockHashes, Key
+from octavo.kv_cache.connectors.base import BlockTransfer, ConnectorStats, KvConnector
+from octavo.kv_cache.connectors.host import HostMemory
+from octavo.kv_cache.connectors.prefetch import Prefetch, Prefetcher
+from octavo.kv_cache.connectors.save import SaveQueue
+from octavo.kv_cache.events import EventQueue
+from octavo.kv_cache.prefix_index import PrefixIndex
+from octavo.kv_cache.transfer_cost import TransferCost
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_SECONDS = 3.0  # for blocks that are not saved when the engine stops
+_PAUSE = 60.0  # seconds in which nothing is loaded after copying into the pool has failed
+
+
+class ConnectorManager:
+    """The connectors of one engine, used in its thread.
+
+    ``engine`` is the digest of all that decides what a block holds besides its tokens
+    (`block_hash.root`). ``staging`` is the connector from which the pool loads, and ``others`` load
+    into it; of two that have a block the first is used. ``cost``: see `TransferCost`.
+    """
+
+    def __init__(
+        self,
+        engine: bytes,
+        staging: HostMemory,
+        others: Sequence[KvConnector] = (),
+        *,
+        cost: TransferCost,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.hashes = BlockHashes(engine)
+        self.cost = cost
+        self.staging = staging
+        self.all = (staging, *others)
+        self.prefetcher: Prefetcher | None = None
+        self.saves: SaveQueue | None = None
+        if others:
+            self.prefetcher = Prefetcher(others, staging, cost, now)
+            self.saves = SaveQueue(others, staging.data.shape[1], self.hashes)
+        self._transfer: BlockTransfer | None = None
+        self._now = now
+        self._paused_until = -float("inf")  # clock seconds
+        # For the next step, in order: blocks to be copied to host memory, and blocks to be filled
+        # with what host memory has or with another block's content.
+        self._to_save: list[tuple[int, Key]] = []
+        self._to_load: list[tuple[int, Key | int]] = []
+        self._filling: set[int] = set()  # blocks that hold their content from the step on
+
+    def register_kv_caches(self, transfer: BlockTransfer) -> None:
+        """Read and write the pool's blocks with ``transfer``, the executor."""
+        self._transfer = transfer
+
+    def publish_to(self, events: EventQueue) -> None:
+        """Put the events of all connectors into ``events``."""
+        for connector in self.all:
+            connector.events = events
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is loaded now, because copying into the pool has failed lately."""
+        return self._now() < self._paused_until
+
+    # Decided by the cache while a step is planned
+
+    def save_overwritten(self, block: int, index: PrefixIndex) -> None:
+        """Save the block, which is about to be handed out for something else."""
+        holder = index.holder(block)
+        if holder is None or block in self._filling:
+            return
+        node, group = holder
+        key = self.hashes.of(node), group
+        if self.staging.lookup(key):
+            self.staging.touch(key)
+        elif self.cost.worth_keeping():
+            self._to_save.append((block, key))
+
+    def load(self, key: Key, block: int, copies: list[tuple[int, int]]) -> None:
+        """Fill ``block`` from host memory before the next step. If ``copies`` of that step, which
+        are done later, touch the block, do them before.
+        """
+        if any(block in pair for pair in copies):
+            self._to_load += [(destination, source) for source, destination in copies]
+            copies.clear()
+        self._to_load.append((block, key))
+        self.staging.pin(key)
+        self.staging.used(key)
+        self._filling.add(block)
+
+    def forget(self) -> None:
+        """Drop all decisions for the next step and all prefetches: the pool has been emptied,
+        perhaps after a failure at any point.
+        """
+        self._to_save.clear()
+        self._to_load.clear()
+        self._filling.clear()
+        if self.saves is not None:
+            self.saves.queue.clear()
+        self.staging.reset(set() if self.prefetcher is None else self.prefetcher.forget())
+
+    # The engine's step
+
+    def transfer(self) -> None:
+        """Do what was decided, before a step. Raise what the executor raises when blocks cannot be
+        filled: then the cache must be emptied (`forget`).
+        """
+        saved, loaded = len(self._to_save), 0
+        started = self._now()
+        if self._to_save:
+            to_save, self._to_save = self._to_save, []
+            self._copy_out(to_save)
+        began = ended = self._now()
+        if self._to_load:
+            try:
+                for block, source in self._to_load:
+                    self._copy_in(block, source)
+            except BaseException:
+                # The request runs again, perhaps alone, and must not fail for this reason again.
+                self._paused_until = self._now() + _PAUSE
+                raise
+            ended = self._now()
+            loads = self._loads()
+            loaded = len(loads)
+            for key in loads:
+                self.staging.unpin(key)
+            self._to_load.clear()
+            self._filling.clear()
+            self.staging.counters.loaded_blocks += loaded
+            self.staging.counters.loading_seconds += ended - began
+        self.cost.copied(saved, began - started, loaded, ended - began)
+
+    def _loads(self) -> list[Key]:
+        """Return the blocks of host memory to be loaded, which are pinned."""
+        return [source for _, source in self._to_load if isinstance(source, tuple)]
+
+    def _copy_in(self, block: int, source: Key | int) -> None:
+        assert self._transfer is not None
+        if isinstance(source, int):
+            data = self._transfer.export_blocks(np.array([source], np.int32))
+        else:
+            data = self.staging.row(source)[None]
+        self._transfer.import_blocks(np.array([block], np.int32), data)
+
+    def _copy_out(self, blocks: Sequence[tuple[int, Key]]) -> None:
+        """Copy blocks to host memory, and offer them to the other connectors. Each is exported
+        straight into its slot: one more copy takes as long again, and far longer in new memory.
+        """
+        assert self._transfer is not None
+        for done, (block, key) in enumerate(blocks):
+            slot = self.staging.take()
+            if slot is None and self.saves is None:
+                return
+            try:
+                into = None if slot is None else self.staging.data[slot : slot + 1]
+                data = self._transfer.export_blocks(np.array([block], np.int32), into)
+            except Exception:
+                if slot is not None:
+                    self.staging.give_back(slot)
+                count = len(blocks) - done
+                logger.exception("kv offload: %d blocks could not be copied out", count)
+                return
+            self.staging.counters.saved_blocks += 1
+            if slot is not None:
+                self.staging.put(key, slot)
+            if self.saves is not None:
+                self.saves.offer(key, data[0])
+
+    def after_step(self) -> None:
+        """Save some of the blocks that have filled, after a step has been committed."""
+        if self.saves is not None and self._transfer is not None:
+            try:
+                self.saves.save_some(self._transfer)
+            except Exception:  # these blocks are not saved, and no request fails
+                logger.exception("kv offload: blocks could not be copied out")
+
+    # The end
+
+    def flush(self, index: PrefixIndex, seconds: float = _FLUSH_SECONDS) -> None:
+        """Save what the pool and host memory hold, as far as ``seconds`` allow."""
+        if self.saves is not None and self._transfer is not None:
+            self.saves.flush(index, self._transfer, self.staging, seconds)
+
+    def shutdown(self) -> None:
+        for connector in self.all:
+            connector.shutdown()
+
+    def stats(self) -> dict[str, ConnectorStats]:
+        """Return the figures of each connector, by its name."""
+        return {each.name: each.stats() for each in self.all}
+
+    def check(self, prefetches: Iterable[Prefetch], to_load: int = 0) -> None:
+        """Raise `RuntimeError` unless slots and pins add up. ``to_load``: blocks that are pinned
+        until slots of the cache ask for them.
+        """
+        self.staging.check()
+        pinned = len([*chain(*(each.pinned for each in prefetches), self._loads())])
+        if pinned + to_load != self.staging.num_pins:
+            raise RuntimeError("a block in host memory is pinned for nobody")
+        taken = self.staging.num_slots - self.staging.num_takeable - self.staging.num_pinned
+        if taken != (0 if self.prefetcher is None else self.prefetcher.num_slots):
+            raise RuntimeError("a slot of host memory is lost")

@@ -1,0 +1,145 @@
+"""The prefix index: which blocks hold the keys and values of which token sequence.
+
+Full blocks are chained: a node stands for the tokens of one block after one particular parent
+node, and its key is a hash over (parent's key, token ids), starting from the salt. A node is found
+only if parent and token ids are equal, so that equal hashes of different prompts do no harm.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+Hash = Callable[[int, bytes], int]
+
+
+def chain_hash(parent: int, content: bytes) -> int:
+    """Hash with Python's keyed SipHash, which cannot be predicted outside the process."""
+    return hash((parent, content))
+
+
+class Node:
+    """One full block of tokens after one prefix, and the pool's blocks that hold it."""
+
+    __slots__ = ("blocks", "digest", "key", "parent", "refs", "tokens")
+
+    def __init__(self, key: int, parent: Node | None, tokens: bytes, num_groups: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.tokens = tokens  # little-endian int32 ids; the salt at a root
+        self.blocks = [-1] * num_groups  # -1: no block holds it for the group
+        self.digest: bytes | None = None  # `BlockHashes.of` it, once that was asked for
+        # Child nodes and running sequences that continue from here, and blocks that hold it.
+        self.refs = 0
+
+    @property
+    def num_held(self) -> int:
+        """How many blocks hold it."""
+        return sum(block >= 0 for block in self.blocks)
+
+
+class PrefixIndex:
+    """Nodes by key, and for each block the node whose content it holds. Every operation is O(1)."""
+
+    def __init__(self, num_blocks: int, num_groups: int, hasher: Hash = chain_hash) -> None:
+        self.num_groups = num_groups
+        self._hash = hasher
+        # Called when a block begins (True) or ceases (False) to hold a node's content.
+        self.on_change: Callable[[Node, int, bool], None] | None = None
+        self._nodes: dict[int, Node] = {}
+        self._holder: list[tuple[Node, int] | None] = [None] * num_blocks
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def find(self, parent: Node | None, tokens: bytes) -> Node | None:
+        """Return the node of ``tokens`` after ``parent`` (None: a root, the salt as tokens)."""
+        node = self._nodes.get(self._hash(parent.key if parent else 0, tokens))
+        if node is None or node.parent is not parent or node.tokens != tokens:
+            return None
+        return node
+
+    def add(self, parent: Node | None, tokens: bytes) -> Node | None:
+        """Find or make the node. Return None if another prefix has its key: it is not cached."""
+        key = self._hash(parent.key if parent else 0, tokens)
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = Node(key, parent, tokens, self.num_groups)
+            if parent is not None:
+                parent.refs += 1
+        elif node.parent is not parent or node.tokens != tokens:
+            return None
+        return node
+
+    def child_key(self, parent: int, tokens: bytes) -> int:
+        """Return the key of a node of ``tokens`` after a node with key ``parent`` (0: a root)."""
+        return self._hash(parent, tokens)
+
+    def has_key(self, key: int) -> bool:
+        return key in self._nodes
+
+    def holder(self, block: int) -> tuple[Node, int] | None:
+        """Return the node and group whose content the block holds."""
+        return self._holder[block]
+
+    def held(self) -> Iterator[tuple[Node, int, int]]:
+        """Yield (node, group, block) for every cached block."""
+        for block, holder in enumerate(self._holder):
+            if holder is not None:
+                yield *holder, block
+
+    def holds(self, block: int) -> bool:
+        """Return whether the block's content is cached, so that the block must not be written."""
+        return self._holder[block] is not None
+
+    def put(self, node: Node, group: int, block: int) -> None:
+        """Enter ``block`` as holding the node's content for ``group``; a block already there
+        stays.
+        """
+        if node.blocks[group] < 0:
+            node.blocks[group] = block
+            node.refs += 1
+            self._holder[block] = node, group
+            if self.on_change is not None:
+                self.on_change(node, group, True)
+
+    def forget(self, block: int) -> None:
+        """Remove the block, which is about to be overwritten."""
+        holder = self._holder[block]
+        if holder is not None:
+            node, group = holder
+            self._holder[block] = None
+            node.blocks[group] = -1
+            if self.on_change is not None:
+                self.on_change(node, group, False)
+            self.unpin(node)
+
+    def pin(self, node: Node) -> None:
+        """Keep the node: a sequence will add children to it."""
+        node.refs += 1
+
+    def unpin(self, node: Node) -> None:
+        node.refs -= 1
+        while node.refs == 0:
+            del self._nodes[node.key]
+            if node.parent is None:
+                return
+            node = node.parent
+            node.refs -= 1
+
+    def check(self) -> None:
+        """Raise `RuntimeError` unless blocks and nodes refer to each other."""
+        held = 0
+        children = Counter(node.parent for node in self._nodes.values())
+        for node in self._nodes.values():
+            for group, block in enumerate(node.blocks):
+                if block >= 0:
+                    held += 1
+                    if self._holder[block] != (node, group):
+                        raise RuntimeError(f"block {block} does not know its prefix")
+            if node.refs == 0:
+                raise RuntimeError("a prefix without blocks, children or sequences is kept")
+            if node.refs < children[node] + node.num_held:
+                raise RuntimeError("a prefix has more blocks and children than were counted")
+        if held != sum(holder is not None for holder in self._holder):
+            raise RuntimeError("a block names a prefix that is gone")

@@ -1,0 +1,264 @@
+"""A generation over HTTP: read the body, submit, watch the client, send what comes.
+
+The two generate routes differ in how they read a body and write an answer (`Reply`). Everything in
+between is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from starlette.types import Receive, Send
+
+from octavo.engine.outputs import Delta
+from octavo.engine.stream import EngineDead, Stream
+from octavo.sampling.params import InvalidParameter
+from octavo.scheduler.request import AdmissionError, FinishReason, LatencyTarget, RequestRecord
+from octavo.server.config import ServeConfig
+from octavo.server.context import RequestContext
+from octavo.server.errors import ApiError, ClientGone, as_api_error, draining, too_many
+from octavo.server.keys import ApiKey
+from octavo.server.model import ServedModel
+from octavo.server.protocol import Slo
+from octavo.server.reply import Output, Reply
+from octavo.server.streaming import MergedStream, Writer, send_whole
+from octavo.server.workers import SMALL, DisconnectWatch, Kind, work_on
+
+if TYPE_CHECKING:
+    from octavo.server.app import App
+
+log = logging.getLogger(__name__)
+
+_LARGE = 2000  # size of an answer beyond which writing it at once would hold up others' tokens
+DONE = b"data: [DONE]\n\n"
+# A body that asks for a latency of its own has one of these; letters may be written as escapes.
+_LATENCY = b'"slo"', rb"\u006", rb"\u007"
+_PRIORITY = re.compile(rb'"priority"\s*:\s*(-?[0-9]{1,10})')
+
+Prepare = Callable[[ServedModel, ServeConfig, bytes], Reply]
+
+
+class GenerateCall:
+    """One request to a generate route, from its body to the end of its answer."""
+
+    def __init__(
+        self, app: App, context: RequestContext, receive: Receive, send: Send, prepare: Prepare
+    ) -> None:
+        """``prepare`` reads a body in a worker thread, so that neither a large body nor a long
+        prompt holds up other clients' tokens. It raises what `as_api_error` knows.
+        """
+        self._app = app
+        self._engine = app.engine
+        self._context = context
+        self._receive = receive
+        self._send = send
+        self._prepare = prepare
+        self._key = None if context.account is None else context.account.key
+        self._streams: list[Stream] = []
+
+    async def run(self, kind: Kind) -> None:
+        context = self._context
+        if self._engine.draining:
+            raise draining()
+        # Before a byte of the body is read: this is quick, however busy the server is.
+        if context.account is not None:
+            context.charge = context.account.open()
+        self._engine.check_room(self._app.workers.pending)
+        reply, refused = await self._read(kind)
+        watch = DisconnectWatch(self._receive, self._abort)
+        try:
+            context.answer_id, context.asked = reply.id, reply.request
+            context.model = reply.model.name
+            if context.charge is not None and refused is None:
+                context.charge.prompts([len(each.prompt_token_ids) for each in reply.requests])
+            self._submit(reply, refused)
+            observe = self._app.metrics.inter_token.observe
+            merged = MergedStream(self._streams, reply.n, observe)
+            if reply.request.stream:
+                failure = await self._stream(reply, merged, watch)
+                context.error_type = failure.type if failure is not None else ""
+            else:
+                await self._whole(reply, merged, watch)
+        finally:
+            del refused  # if it is what is raised, it holds this frame, as everywhere below
+            self._abort()  # what has not ended: nobody reads it any more
+            await watch.close()
+
+    def _abort(self) -> None:
+        for stream in self._streams:
+            stream.abort()
+
+    async def _read(self, kind: Kind) -> tuple[Reply, ApiError | ValueError | None]:
+        """Return the request, and why it is refused, if it is."""
+        app, context = self._app, self._context
+        async with app.bodies.read(context.headers, self._receive) as body:
+            # Others have come meanwhile.
+            self._engine.check_room(app.workers.pending, self._outline(body))
+            return await work_on(body, self._checked, kind, app.workers, context, self._receive)
+
+    def _outline(self, body: bytes) -> RequestRecord | None:
+        """Return what can be told of a request before its body is decoded, at its most urgent;
+        None: nothing can.
+        """
+        # Large bodies are not searched here, where all others wait.
+        if len(body) > SMALL or any(term in body for term in _LATENCY):
+            return None
+        priorities = [int(found) for found in _PRIORITY.findall(body)]
+        if not priorities and b'"priority"' in body:
+            return None
+        outline = RequestRecord("", time.monotonic(), 0, target=self._target(None))
+        if (key := self._key) is not None:
+            outline.client, outline.weight, outline.priority = key.name, key.weight, key.priority
+        outline.priority = min([outline.priority, *priorities])
+        return outline
+
+    def _checked(self, body: bytes) -> tuple[Reply, ApiError | ValueError | None]:
+        """Return the request, and why it can never be answered, if so. Runs in a worker thread."""
+        reply = self._prepare(self._app.model, self._app.config, body)
+        try:
+            self._on_terms(reply, self._key)
+            reply.requests = [self._engine.check(request) for request in reply.requests]
+        except (ApiError, InvalidParameter, AdmissionError) as error:
+            # Its traceback has the frame of the worker, who has what is returned.
+            return reply, error.with_traceback(None)
+        return reply, None
+
+    def _on_terms(self, reply: Reply, key: ApiKey | None) -> None:
+        """Give the requests their client, priority, cache salt and latency target."""
+        target = self._target(reply.request.slo)
+        for request in reply.requests:
+            request.target = target
+            if key is not None:
+                request.client = key.name
+                request.weight = key.weight
+                request.priority = key.priority_of(reply.request.priority)
+                request.cache_salt = key.salted(request.cache_salt)
+
+    def _target(self, asked: Slo | None) -> LatencyTarget | None:
+        """Return what the request, its key and the server promise, in this order."""
+        return LatencyTarget.first_of(
+            None if asked is None else asked.target(),
+            None if self._key is None else self._key.target,
+            self._app.config.slo,
+        )
+
+    def _submit(self, reply: Reply, refused: ApiError | ValueError | None) -> None:
+        """Submit all of an answer's requests or, when one is refused, none."""
+        context = self._context
+        try:
+            if refused is not None:
+                if not isinstance(refused, ApiError):
+                    self._engine.reject(reply.requests, refused)
+                raise refused
+            self._streams += self._engine.submit_all(reply.requests)
+        except EngineDead:
+            context.submitted = True
+            raise
+        except (InvalidParameter, AdmissionError) as error:
+            if self._engine.draining:
+                raise draining() from None
+            error.param = reply.aliases.get(error.param or "", error.param)
+            raise
+        finally:
+            del refused
+        context.submitted = True
+        context.records = reply.records = [stream.record for stream in self._streams]
+        if context.charge is not None:
+            context.charge.of(context.records)
+
+    async def _whole(self, reply: Reply, merged: MergedStream, watch: DisconnectWatch) -> None:
+        outputs = [Output() for _ in range(len(reply.prompts) * reply.n)]
+        failure: ApiError | None = None
+        async for index, delta in merged:
+            outputs[index].add(delta)
+            if failure is None and not watch.gone:
+                failure = self._failure(delta, reply.records[index // reply.n])
+                if failure is not None:
+                    self._abort()
+        if watch.gone:
+            raise ClientGone
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure
+        large = sum(output.size for output in outputs) > _LARGE
+        body = await asyncio.to_thread(reply.whole, outputs) if large else reply.whole(outputs)
+        await send_whole(self._send, body)
+
+    async def _stream(
+        self, reply: Reply, merged: MergedStream, watch: DisconnectWatch
+    ) -> ApiError | None:
+        """Send the answer. Returns the error that ended the stream, as its client was told."""
+        cycle = self._context.cycle
+        writer = Writer(self._send, None if cycle is None else cycle())
+        beat: asyncio.Task[None] | None = None
+        if interval := self._app.config.sse_keep_alive_interval:
+            beat = asyncio.create_task(writer.keep_alive(interval))
+        failure: ApiError | None = None
+
+        def at_once(place: int, record: RequestRecord, delta: Delta) -> bool:
+            """Write what most deltas bring, if nothing has to wait for anything."""
+            if merged.behind or delta.finish_reason is not None or watch.gone or not writer.ready:
+                return False
+            index = place * reply.n + delta.choice
+            if chunk := reply.chunk(index, delta):
+                writer.write_now(chunk)
+            merged.count(index, record, delta)
+            return True
+
+        for place, stream in enumerate(self._streams):
+            stream.at_once = partial(at_once, place, stream.record)
+        try:
+            async for index, delta in merged:
+                if watch.gone or failure is not None:
+                    continue  # ends soon; its record still counts
+                failure = self._failure(delta, reply.records[index // reply.n])
+                if failure is not None:
+                    for stream in self._streams:
+                        stream.at_once = None
+                        stream.abort()
+                elif chunk := reply.chunk(index, delta):
+                    await writer.write(chunk)
+        except Exception as error:
+            failure = as_api_error(error).with_traceback(None)  # which holds this frame
+        finally:
+            if beat is not None:
+                beat.cancel()
+            for stream in self._streams:
+                stream.at_once = None
+        if watch.gone:
+            raise ClientGone
+        if failure is not None and not writer.begun:
+            try:
+                raise failure
+            finally:
+                del failure
+        end = DONE
+        if failure is not None:
+            end = b"data: " + failure.body() + b"\n\n" + DONE
+        elif reply.include_usage:
+            end = reply.usage_event() + DONE
+        await writer.write(end, last=True)
+        if watch.gone:
+            raise ClientGone
+        return failure
+
+    def _failure(self, delta: Delta, record: RequestRecord) -> ApiError | None:
+        """Return what to tell a client whose request neither it nor the model ended."""
+        reason = delta.finish_reason
+        if reason is FinishReason.ABORT:
+            return draining() if self._engine.draining else ApiError(500, "the request was aborted")
+        if reason is FinishReason.SHED or reason is FinishReason.REPLACED:
+            why = record.error or "the request was dropped from the queue"
+            return too_many(why, self._engine.forecast().wait, reason.value)
+        if reason is FinishReason.ERROR:
+            log.error("request %s failed: %s", delta.request_id, record.error)
+            return ApiError(500, "the request failed in the engine; the server's log says more")
+        return None

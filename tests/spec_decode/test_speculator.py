@@ -160,8 +160,8 @@ def drafting(paid: float, steps: int = 600) -> tuple[int, list[bool]]:
 
     speculator = Speculator(Busy(Draft([1])), VOCAB, now=lambda: clock[0])
     speculator._gains = lambda seq, draft: [0.9]  # type: ignore[method-assign]  # a wrong estimate
-    owner = SimpleNamespace(cache_salt=None, prompt_tokens=3, max_tokens=9999)
-    seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1, 2, 3]))
+    owner = SimpleNamespace(cache_salt=None, prompt_tokens=3)
+    seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1, 2, 3]), 9999)
     for step in range(steps):
         before = clock[0]
         drafts = speculator.propose([seq], 1, 10)

@@ -36,7 +36,7 @@ class Account:
         fading = (kept - 1) * self._gained
         gained = self._gained + min(fading, steps * tuning.MAX_LOSS * seconds)
         gained += steps * (worth - seconds) - payment
-        self._gained = min(gained, 0.0)  # what was gained earlier is no licence
+        self._gained = min(gained, tuning.MAX_CREDIT * self._seconds)
 
     def owe(self, seconds: float, tokens: float) -> None:
         """Charge ``seconds`` of reading a text over the ``tokens`` that are expected of it: drafts

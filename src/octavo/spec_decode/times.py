@@ -159,8 +159,9 @@ class SpeculationTimes:
     def observe_drafting(
         self, num_sequences: int, passes: int, seconds: float, *, begun: bool
     ) -> None:
-        """Learn from drafts for ``num_sequences``, the longest of ``passes`` tokens. ``begun``: they
-        had been begun before they were asked for, and only waited for.
+        """Learn from drafts for ``num_sequences``, the longest of ``passes`` tokens.
+
+        If they had been ``begun`` before they were asked for, ``seconds`` is the wait for them.
         """
         known = self._drafting.setdefault((num_sequences.bit_length(), begun), [0.0, 0.0])
         each = seconds / passes

@@ -15,8 +15,8 @@ from octavo.machine.memory import as_size
 from octavo.models.program import Program
 from octavo.spec_decode import draft_model, medusa
 from octavo.spec_decode.draft_checkpoint import DraftModel
-from octavo.spec_decode.partial_draft import max_distributions
 from octavo.spec_decode.heads import Heads
+from octavo.spec_decode.partial_draft import max_distributions
 
 _TABLES_ALWAYS = 64 << 20  # bytes of block tables that are allowed whatever is left
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from octavo.kv_cache.connectors.base import ConnectorStats
 from octavo.scheduler.request import RequestRecord
 from octavo.scheduler.scheduler import Scheduler
-from octavo.spec_decode.speculator import Speculator
 from octavo.spec_decode.replay import agreement
+from octavo.spec_decode.speculator import Speculator
 
 
 @dataclass(slots=True)

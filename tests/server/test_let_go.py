@@ -63,7 +63,7 @@ async def test_who_is_answered(route: str, body: Body, status: int, streamed: bo
     async def ask(client: httpx.AsyncClient, _: AsyncEngine, __: str) -> None:
         more = {} if route == "/tokenize" else {"stream": streamed}
         # With a seed, so that no answer begins with what the executor cannot compute.
-            answer = await client.post(route, json={"max_tokens": 3, "seed": 1} | body | more)
+        answer = await client.post(route, json={"max_tokens": 3, "seed": 1} | body | more)
         assert answer.status_code == status
 
     await nothing_is_left(ask)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from octavo import renamed
+
 if TYPE_CHECKING:
     from octavo.engine.async_engine import AsyncEngine as AsyncEngine
     from octavo.engine.config import EngineConfig as EngineConfig
@@ -33,6 +35,8 @@ _HOMES = {
     "load_engine": "octavo.engine.load",
     "SamplingParams": "octavo.sampling.params",
 }
+
+renamed.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The simulated executor: bytes and operations counted one by one, and the engine on virtual time."""
+"""The simulated executor: bytes and operations counted singly, and the engine on virtual time."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ It offers mean, best and late rates, each for those who need it:
   steps up to 2 fewer, at up to twice the preemptions; and shedding by the least ratio of actual to
   fitted seconds dropped up to three times as many requests that could still have met theirs.
 - one step, exactly (`begin`, `add`, `seconds`, `predict`): the cost model's seconds, corrected. The
-  scheduler makes the step in the making end in time by it (scheduler/token_budget.py), and the tiers of
+  scheduler sizes the next step by it (scheduler/token_budget.py), and the connectors of
   the prefix cache compare it with loading blocks (engine/recompute.py). Only the cost model knows
   what positions and rows of logits cost; its corrections take some 50 µs a step, so they are
   learned only in an engine that asks for this output.

@@ -105,7 +105,7 @@ class Rates:
         return self.ops_per_second if own is None else own
 
     def seconds(self, moved: int, computed: int, arithmetic: Arithmetic, rows: int = 1) -> float:
-        """Return the seconds of an op other than attention, whose operations are on ``rows`` rows."""
+        """Return the seconds of an op with operations on ``rows`` rows; not of attention."""
         computing = computed / self.peak(arithmetic)
         if self.threads or self.unpacking:
             computing *= self._work(rows) / rows

@@ -223,7 +223,7 @@ class ModelConfig:
         return min([self.context_length, *(rule.original for rule in rules if rule is not None)])
 
     def rope_of_length(self, length: int) -> str | None:
-        """Describe the rotary positions of sequences of up to ``length`` tokens, where they vary."""
+        """Describe the rotary positions for up to ``length`` tokens, if they depend on it."""
         rule = next((each.rope.by_length for each in self.layers if each.rope.by_length), None)
         if rule is None:
             return None

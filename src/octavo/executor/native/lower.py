@@ -410,7 +410,7 @@ class _Lowering:
         return view
 
     def _linears(self, i: int, _: model.Linear) -> int:
-        """Emit one region for the linear ops from i that share an input, or one that accumulates."""
+        """Emit a region for the linear ops from i that share an input, or one that accumulates."""
         if i + 1 < len(self.uses) and (residual := self._residual(i)) is not None:
             view = self.views[residual]
             self.views[self.uses[i + 1].writes[0]] = view

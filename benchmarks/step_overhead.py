@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 from _script import as_script
 from octavo.engine.clock import VirtualClock
-from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.cost import Rates
@@ -129,7 +128,7 @@ def engine(
         ScriptedSampler(config.vocab_size),
         VirtualClock(),
         vocab_size=config.vocab_size,
-        text=lambda params, ending_ids: IncrementalDetokenizer(words, params, ending_ids),
+        tokenizer=words,
         step_times=None
         if itl_target is None
         else StepTimePredictor(executor.costs, guessed(2), measured=False),

@@ -1,4 +1,4 @@
-"""The engine for scripts and notebooks, in the shape that vLLM users know."""
+"""The engine for scripts and notebooks, with vLLM's interface."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Message = Mapping[str, Any]
 
 
 class Logprob(NamedTuple):
-    """One token's natural-log probability at a position."""
+    """The natural-log probability of a token at a position."""
 
     logprob: float
     rank: int  # 1 = most likely
@@ -46,7 +46,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt's answers, in the order of the prompts."""
+    """The answers to one prompt. Outputs are in the order of the prompts."""
 
     request_id: str
     prompt: str | None  # None when token ids were given
@@ -59,7 +59,7 @@ class RequestOutput:
 
 
 class GenerationError(RuntimeError):
-    """Some requests failed while running; the others are whole. ``outputs`` has all of them."""
+    """Some requests failed while running; the others are complete. ``outputs`` has all of them."""
 
     def __init__(self, failed: Sequence[RequestOutput], outputs: list[RequestOutput]) -> None:
         first = failed[0]
@@ -74,9 +74,9 @@ class LLM:
     """A loaded model and its engine, for one thread.
 
     ``model`` is a known name, a GGUF file or its folder, or a Hugging Face id; ``engine`` are
-    `EngineConfig`'s options. ``generation_config`` is where the parameters of requests without
-    sampling_params come from: the model's own files ("auto"), nowhere ("vllm"), or a folder with a
-    generation_config.json; ``override_generation_config`` replaces single values. Raises
+    `EngineConfig`'s options. ``generation_config`` says where requests without sampling_params get
+    their parameters: from the model's own files ("auto"), from nowhere ("vllm"), or from a folder
+    with a generation_config.json; ``override_generation_config`` replaces single values. Raise
     `CheckpointError` or `SettingsError`.
 
         with LLM("smollm2") as llm:
@@ -117,8 +117,9 @@ class LLM:
         self._engine.close()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """With the values of the model's generation_config.json or GGUF file: what requests without
-        sampling_params are drawn by. Raises `CheckpointError` if a value there cannot be honoured.
+        """Return the parameters of requests without sampling_params, by the model's
+        generation_config.json or GGUF file. Raise `CheckpointError` if a value there cannot be
+        honoured.
         """
         defaults = sampling_defaults(self.loaded.checkpoint, *self._generation_config)
         return SamplingParams(**defaults.values)
@@ -193,7 +194,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Generator[tuple[int, Delta]]:
-        """As `generate`, but (index of the prompt, delta) as they come, of all prompts mixed.
+        """Do as `generate`, but yield (index of the prompt, delta) as they come, for all prompts.
 
         Closing the generator aborts what still runs; so does Ctrl-C, which then raises.
         """
@@ -209,7 +210,7 @@ class LLM:
         control_tokens_in_content: bool = False,
         **kwargs: Any,
     ) -> tuple[str, list[int]]:
-        """A conversation as prompt text and token ids; ``kwargs`` are the template's."""
+        """Return a conversation as prompt text and token ids; ``kwargs`` are the template's."""
         text = require_chat(self.loaded.checkpoint).render(
             [dict(message) for message in messages],
             **{"add_generation_prompt": True} | kwargs,
@@ -233,8 +234,8 @@ class LLM:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[tuple[str | None, Request]]:
-        """The prompts as checked requests, with their text where there is one."""
-        fit = params is None  # a default of max_tokens gives way to the context
+        """Return the prompts as checked requests, with their text where there is one."""
+        fit = params is None  # a default max_tokens is cut to what the context leaves
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
@@ -274,7 +275,7 @@ class LLM:
         return text, [int(token_id) for token_id in token_ids]
 
     def _run(self, requests: Sequence[Request]) -> Generator[tuple[int, Delta]]:
-        """(index of the request, delta) as they come.
+        """Yield (index of the request, delta) as they come.
 
         Ctrl-C takes effect between steps, so that the engine is never left in the middle of one;
         leaving early aborts what still runs.
@@ -346,7 +347,7 @@ class LLM:
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a list of integers is one prompt of token ids."""
+    """Return the prompts as a list. A list of integers is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):
@@ -358,7 +359,7 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _ctrl_c() -> Iterator[Callable[[], bool]]:
     """Note Ctrl-C instead of raising in the middle of a step. The second one raises at once.
 
-    Outside the main thread, where Python delivers no signals, never interrupted.
+    Outside the main thread Python delivers no signals, and nothing is noted.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -380,7 +381,7 @@ def _ctrl_c() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _bar(total: int, shown: bool) -> Iterator[Callable[[Delta], None]]:
-    """Progress in requests and tokens per second, on standard error."""
+    """Show progress in requests and tokens per second, on standard error."""
     if not shown:
         yield lambda delta: None
         return

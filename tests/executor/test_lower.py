@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import combinations
 from typing import Any
 
 import pytest
 
 from executor import tiny
+from executor.driving import Driver
 from octavo import _native
 from octavo.executor.native import lower
 from octavo.loader.base import WeightFormat
 from octavo.models import families
 from octavo.models import program as model
-from octavo.models.config import ModelConfig
+from octavo.models.config import Activation, ModelConfig
 from octavo.models.program import Op, RowOp
 
 
@@ -184,6 +185,25 @@ def test_every_op_is_lowered() -> None:
     for kind in ops:
         assert not kind.__abstractmethods__
         assert {*kind.READS, *kind.WRITES} <= {field.name for field in fields(kind)}
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown(model.Activate):
+    """An op of rows without a kernel."""
+
+    def row_function(self) -> model.RowFunction:
+        return model.RowFunction("unknown")
+
+
+def test_an_op_of_rows_needs_its_kernel() -> None:
+    executor = Driver(tiny.checkpoint(tiny.config())).executor
+    compute = executor.costs.program
+    head = compute.ops[-1]
+    assert isinstance(head, model.Logits)
+    ops = model.Input("x"), Unknown("x", "x", Activation.SILU), head
+    weights = {head.weight: compute.weights[head.weight]}
+    with pytest.raises(ValueError, match="'unknown' of 1 rows, 0 weights and 0 numbers"):
+        executor.add_program(model.Program(compute.config, ops, compute.widths, weights))
 
 
 def test_a_value_that_nobody_wrote_is_refused() -> None:

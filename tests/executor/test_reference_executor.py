@@ -13,10 +13,17 @@ from octavo.executor.base import Unsupported
 from octavo.executor.reference.reference import ReferenceExecutor
 from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
+from octavo.models.config import Layer, Rope
 from octavo.models.families import program
 from octavo.models.subset import keep_layers
 
-SHAPES = {"llama": {}, "gemma3": {"attention_softcap": 5.0}, "qwen3moe": {}}
+UNROTATED = (Layer(Rope(1e4, 16, interleaved=False, scale=0.0)),) * 3
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3": {"attention_softcap": 5.0},
+    "qwen3moe": {},
+    "qwen3": {"layers": UNROTATED},
+}
 
 
 class ReferenceDriver(Driver):

@@ -72,91 +72,65 @@ CONFIGS = {
 
 
 def check(compute: Program) -> None:
-    """Walks the ops as an executor would, on widths alone."""
-    config, widths, weights = compute.config, compute.widths, compute.weights
+    """Walk the ops as an executor would, on widths alone."""
+    config, widths = compute.config, compute.widths
     written: set[str] = set()
-    route: Route | None = None
-    used: set[str] = set()
+    used: dict[str, tuple[int, ...]] = {}
     stored: list[int] = []
-
-    def read(*names: str) -> None:
-        assert set(names) <= written
-
-    def weight(role: str, *shape: int) -> None:
-        assert weights[role] == shape
-        used.add(role)
-
+    route: Route | None = None
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    for op in compute.ops[:-1]:
+    for op in compute.ops:
+        assert set(op.reads) <= written, op
+        written |= set(op.writes)
+        used |= op.weight_shapes(widths, config)
         match op:
             case Embed():
-                weight(op.weight, config.vocab_size, widths[op.out])
                 assert op.scale == config.embedding_scale / config.residual_scale
             case RmsNorm():
-                read(op.x)
-                weight(op.weight, op.group or widths[op.x])
                 assert widths[op.out] == widths[op.x]
                 assert widths[op.x] % (op.group or 1) == 0
                 assert op.eps == config.norm_eps / config.residual_scale**2
                 assert op.scale == (config.logits_scale if op.weight == "output_norm" else 1.0)
             case Linear():
-                read(op.x)
-                weight(op.weight, widths[op.out], widths[op.x])
-                if op.bias is not None:
-                    weight(op.bias, widths[op.out])
                 assert op.x != op.out
             case RopeAndStoreKv():
-                read(op.q, op.k, op.v)
                 assert (widths[op.q], widths[op.k], widths[op.v]) == (q_size, kv_size, kv_size)
                 assert op.rope == config.layers[op.layer].rope
                 stored.append(op.layer)
-                continue
             case PagedAttention():
-                read(op.q)
                 assert op.layer == stored[-1]
                 assert (widths[op.q], widths[op.out]) == (q_size, q_size)
                 assert op.window == config.layers[op.layer].window
                 assert (op.scale, op.softcap) == (config.attention_scale, config.attention_softcap)
             case GatedActivation():
-                read(op.gate, op.up)
                 assert widths[op.gate] == widths[op.up] == widths[op.out]
                 assert op.activation is config.activation
             case Route():
-                read(op.logits)
-                assert (widths[op.logits], widths[op.out]) == (
-                    op.experts.count,
-                    2 * op.experts.chosen,
-                )
+                sizes = op.experts.count, 2 * op.experts.chosen
+                assert (widths[op.logits], widths[op.out]) == sizes
                 route = op
             case ExpertLinear():
-                read(op.x, op.route)
                 assert route is not None
                 assert (op.route, op.experts) == (route.out, route.experts)
                 down = op.weight.endswith("down_exps")
-                sizes = (op.experts.intermediate_size, config.hidden_size)
-                assert widths[op.x] == (sizes[0] * op.experts.chosen if down else sizes[1])
-                assert widths[op.out] == sizes[down] * op.experts.chosen
-                for index in range(op.experts.count):
-                    weight(f"{op.weight}.{index}", *(sizes[::-1] if down else sizes))
+                inner, hidden = op.experts.intermediate_size, config.hidden_size
+                assert widths[op.x] == (inner * op.experts.chosen if down else hidden)
+                assert widths[op.out] == (hidden if down else inner) * op.experts.chosen
+                assert used[op.weights[-1]] == ((hidden, inner) if down else (inner, hidden))
             case Combine():
-                read(op.x, op.route)
                 assert route is not None
                 assert (op.route, op.experts) == (route.out, route.experts)
                 assert widths[op.x] == widths[op.out] * op.experts.chosen
             case Add():
-                read(op.x, op.y)
                 assert widths[op.x] == widths[op.y] == widths[op.out]
+            case Logits():
+                assert op is compute.ops[-1]
+                assert op.softcap == config.logits_softcap
+                assert op.weight == ("token_embd" if config.tied_embeddings else "output")
             case _:
-                pytest.fail(f"{op} before the end")
-        written.add(op.out)
-    head = compute.ops[-1]
-    assert isinstance(head, Logits)
-    read(head.x)
-    weight(head.weight, config.vocab_size, widths[head.x])
-    assert head.softcap == config.logits_softcap
-    assert head.weight == ("token_embd" if config.tied_embeddings else "output")
+                pytest.fail(f"{op} in a family")
     assert stored == list(range(len(config.layers)))
-    assert used == set(weights)
+    assert used == compute.weights
 
 
 @pytest.mark.parametrize("name", CONFIGS)

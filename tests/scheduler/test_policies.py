@@ -18,6 +18,7 @@ from engine.test_engine import run
 from octavo.engine.engine import Engine, Step
 from octavo.sampling.params import InvalidParameter
 from octavo.scheduler.policies import fair
+from octavo.scheduler.policies.base import Policy, Setting
 from octavo.scheduler.policies.config import POLICIES, PolicyConfig
 from octavo.scheduler.policies.fair import Fair
 from octavo.scheduler.request import (
@@ -27,6 +28,7 @@ from octavo.scheduler.request import (
     Request,
     RequestRecord,
 )
+from octavo.scheduler.sequence import Sequence
 
 
 def request(
@@ -770,6 +772,34 @@ def test_many_are_not_let_in_only_to_give_way_again(seed: int, policy: str) -> N
 def test_settings_without_effect_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PolicyConfig(**values)
+
+
+def test_a_new_policy_is_a_class_and_a_place_in_the_registry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class ShortestPrompt(Policy):
+        name = "shortest"
+        settings = (Setting("priority_ageing", 1.0, "prompt tokens that a second is worth"),)
+
+        def __init__(self, ageing: float) -> None:
+            super().__init__()
+            self.ageing = ageing
+
+        def queue_key(self, seq: Sequence) -> tuple[float, tuple[int, int]]:
+            return len(seq.token_ids) + self.ageing * seq.owner.arrival, seq.order
+
+    monkeypatch.setitem(POLICIES, "shortest", ShortestPrompt)
+    engine = made("shortest", max_num_seqs=1, priority_ageing=1000.0)
+    sees = Sees(engine)
+    for name, length in (("runs", 20), ("long", 20), ("short", 5), ("middle", 10)):
+        engine.add_request(request(name, [1] * length, max_tokens=20))
+        engine.step()
+    while engine.scheduler.waiting.tokens > 20:
+        engine.step()
+    engine.add_request(request("late", [2], max_tokens=1))  # more than 20 tokens' time later
+    run(engine)
+    served = list(dict.fromkeys(next(iter(names)) for names in sees.steps))
+    assert served == ["runs", "short", "middle", "long", "late"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,4 +1,4 @@
-"""Time as the engine sees it: real, or virtual so that a simulated day takes seconds."""
+"""The engine's clock: real, or virtual, so that a simulated day takes seconds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Clock(Protocol):
         ...
 
     def advance(self, seconds: float) -> None:
-        """A step took this long. Real time has passed by itself; virtual time moves here."""
+        """Move virtual time by what a step took. Real time has passed by itself."""
         ...
 
     def sleep_until(self, time: float) -> None:
-        """There is nothing to do until then."""
+        """Wait until then: there is nothing to do."""
         ...
 
 

@@ -1,13 +1,13 @@
-"""When Python's collector of circular garbage may walk over all there is.
+"""Make the garbage collector's full passes rare while requests run.
 
-Requests that wait are what it takes for old objects: a full pass looks at every one of them, over
-HTTP at some hundred a request, holds the interpreter's lock meanwhile, and finds nothing, for what
-a request is made of refers to itself nowhere once it has ended. So while streams run there are few
-full passes, and one when nobody waits for anything; what is young is collected as ever. What
-circles some library makes cannot pile up: there is a full pass all the same when about `_OBJECTS`
-have grown old since the last, or a quarter of those that were there then, if that is more, which is
-CPython's own rule. From CPython 3.14 on there are no full passes to hold back: what is old is
-walked over a part at a time, and the third threshold is ignored. There this does nothing.
+Waiting requests become old objects. A full pass looks at all of them (over HTTP at some hundred
+objects a request), holds the interpreter's lock meanwhile, and finds nothing, because an ended
+request leaves no reference cycles. So while streams run there are few full passes, and one when
+nothing runs; young objects are collected as ever. Cycles that libraries make cannot pile up: there
+is a full pass all the same when about `_OBJECTS` objects have grown old since the last, or a
+quarter of those that were there then, if that is more, which is CPython's own rule. From CPython
+3.14 on there are no full passes: old objects are looked at a part at a time, and the third
+threshold is ignored. There this does nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def hold_back() -> None:
 
 
 def release() -> None:
+    """Undo one `hold_back`."""
     global _holders
     with _lock:
         _holders -= 1
@@ -47,6 +48,6 @@ def release() -> None:
 
 
 def catch_up() -> None:
-    """Nothing runs: a pass holds up nobody, and there is little to walk over."""
+    """Make a full pass if one is worth it: nothing runs, so it delays no one."""
     if _FULL_PASSES and gc.isenabled() and gc.get_count()[2] >= _IDLE:
         gc.collect()

@@ -1,4 +1,4 @@
-"""What an engine is asked to be."""
+"""The settings of an engine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from octavo.executor.build import EXECUTORS
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.rounding import PLANNED, is_known
 from octavo.models.config import ModelConfig
+from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.policies.config import PolicyConfig
 from octavo.spec_decode.config import SpeculativeConfig
 
@@ -103,7 +104,7 @@ class EngineConfig(PolicyConfig):
 
     @property
     def kv_offload_bytes(self) -> int:
-        """Of host memory: a tier on disk is read through it."""
+        """Bytes of host memory for the KV cache; the disk is read through some of it."""
         if self.kv_offload_memory is None:
             return STAGING_BYTES if self.kv_offload_dir is not None else 0
         return self.kv_offload_memory
@@ -119,7 +120,7 @@ class EngineConfig(PolicyConfig):
         return None if given is None else SpeculativeConfig.of(given)
 
     def max_logits_rows(self, longest: int | None = None) -> int:
-        """Most rows of logits in a step: one of every sequence, and its drafts as they fit.
+        """Return the most rows of logits in a step: one for each sequence, and drafts as they fit.
 
         ``longest``: tokens of a draft, where the drafter gives fewer than the settings allow.
         """
@@ -129,10 +130,23 @@ class EngineConfig(PolicyConfig):
         paths = self.max_num_seqs + speculation.max_branches
         return min(self.max_num_batched_tokens, paths * (1 + (longest or speculation.longest)))
 
-    @property
-    def step_target(self) -> float | None:
-        """`itl_target` in seconds."""
-        return None if self.itl_target is None else self.itl_target / 1000
+    def limits(
+        self, max_model_len: int, longest: int | None = None, **simulated: Any
+    ) -> SchedulerConfig:
+        """Return the scheduler's limits. ``longest``: as for `max_logits_rows`. ``simulated``: the
+        older ways to serve.
+        """
+        shared = {
+            name: getattr(self, name)
+            for name in (
+                *("max_num_seqs", "max_num_batched_tokens", "max_branches", "policy"),
+                *("enable_prefix_caching", "max_num_queued_reqs", "max_num_queued_tokens"),
+            )
+        }
+        target = None if self.itl_target is None else self.itl_target / 1000
+        rows = self.max_logits_rows(longest)
+        own = {"max_model_len": max_model_len, "max_logits_rows": rows, "itl_target": target}
+        return SchedulerConfig(**shared | own | simulated)
 
     @property
     def max_branches(self) -> int:

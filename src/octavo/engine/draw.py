@@ -1,4 +1,4 @@
-"""From a step's logits to tokens and prompt logprobs, as many rows at a time as are held."""
+"""Draw tokens and prompt logprobs from a step's logits, as many rows at a time as are held."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from octavo.spec_decode.verify import replay
 
 
 class Drawn(NamedTuple):
-    """What a step gave: for each of its samples, in order, the run of tokens that its sequence goes
-    on with. The samplers' states are behind the runs.
+    """What a step drew: for each of its samples, in order, the run of tokens that continues its
+    sequence. The samplers' states are behind the runs.
     """
 
     runs: list[list[int]]  # empty for a sample in ``errors``
@@ -23,7 +23,7 @@ class Drawn(NamedTuple):
 
 
 class _Logits:
-    """A step's rows of logits, of which so many are held at a time."""
+    """The rows of logits of a step, of which ``size`` are held at a time."""
 
     def __init__(self, result: StepResult, total: int) -> None:
         self.total = total
@@ -34,7 +34,7 @@ class _Logits:
         self._from = result.logits_from
 
     def part(self, row: int) -> tuple[int, Float32 | None]:
-        """The rows held with ``row`` among them, and which is the first of them."""
+        """Return the first row of the part that ``row`` is in, and the part's rows."""
         first = row // self.size * self.size
         if first != self._first:
             assert self._from is not None
@@ -43,8 +43,8 @@ class _Logits:
 
 
 class _Draws(NamedTuple):
-    """Draws to be made, in order: of each the row of logits, the state and, by rejection, the guess
-    (-1: none) and what it was drawn from.
+    """Draws to be made, in order: each has its row of logits, its state and, by rejection, the
+    guess (-1: none) and the distribution that it was drawn from.
     """
 
     rows: Sequence[int]
@@ -55,7 +55,7 @@ class _Draws(NamedTuple):
     def take(
         self, sampler: Sampler, logits: Float32 | None, first: int, indices: Sequence[int]
     ) -> Sampled:
-        """Some of them, with logits from row ``first`` on."""
+        """Make some of the draws, with logits from row ``first`` on."""
         rows = [self.rows[index] - first for index in indices]
         states = [self.states[index] for index in indices]
         if self.guesses is None:
@@ -73,8 +73,8 @@ def draw(
     *,
     rejection: bool = False,
 ) -> Drawn:
-    """Tokens for each of ``scheduled.samples``, whose ``states`` are given, and the logprobs of
-    ``scheduled.prompt_rows``. Drafts are checked by ``rejection`` or by replay.
+    """Draw tokens for each of ``scheduled.samples``, whose ``states`` are given, and compute the
+    logprobs of ``scheduled.prompt_rows``. Drafts are checked by ``rejection`` or by replay.
     """
     rows = scheduled.sample_rows
     logits = _Logits(result, len(scheduled.batch.logits_rows))
@@ -106,8 +106,8 @@ def draw(
 
 
 def _guesses(scheduled: Scheduled, count: int) -> tuple[list[int], list[Float32 | None]]:
-    """For each draw of ``count`` samples the guess at it, -1 behind the last, and what it was drawn
-    from.
+    """Return, for each draw of ``count`` samples, the guess at it (-1 behind the last) and the
+    distribution that it was drawn from.
     """
     drafts = scheduled.drafts or []
     guesses: list[int] = []
@@ -127,9 +127,9 @@ def _verified(
     sampled: Sampled,
     scores: dict[PromptRows, list[TokenLogprobs] | str],
 ) -> Drawn:
-    """The draws that stand; by rejection, which ends with the first that is not the guess, all that
-    there are. A draw that failed behind others is tried again in the next step, where it comes
-    first.
+    """Keep the draws that stand. By rejection, which ends with the first draw that is not the
+    guess, all of them do. A draw that failed behind others is tried again in the next step, where
+    it comes first.
     """
     runs: list[list[int]] = []
     logprobs: list[list[TokenLogprobs | None]] = []
@@ -158,8 +158,8 @@ def _follow(
     drawn: Drawn,
     rejection: bool,
 ) -> None:
-    """Where a run has left its draft and goes on as a branch does, draw on from the branch's rows:
-    they are those of decoding token by token, and the sampler's state is behind the run.
+    """Where a run has left its draft and continues as a branch does, draw on from the branch's
+    rows: they equal those of decoding token by token, and the sampler's state is behind the run.
 
     This holds whatever rule verified the draft. The token that took a rejected one's place was
     drawn from the target's distribution or, under speculative sampling, from the residual
@@ -207,8 +207,8 @@ def _follow(
 
 
 def _head(scheduled: Scheduled, drawn: Drawn, index: int) -> tuple[int, list[int]] | None:
-    """The row of logits behind a run, in a branch that goes as the run does, and the guesses that
-    follow it there.
+    """Return the row of logits behind a run, in a branch that begins with the run, and the guesses
+    that follow it there; None if there is no such branch.
     """
     run = drawn.runs[index]
     for branch in scheduled.branches[index]:
@@ -220,7 +220,7 @@ def _head(scheduled: Scheduled, drawn: Drawn, index: int) -> tuple[int, list[int
 def _sample(
     sampler: Sampler, draws: _Draws, scheduled: Scheduled, logits: _Logits
 ) -> tuple[Sampled, dict[PromptRows, list[TokenLogprobs] | str]]:
-    """The draws, and the prompts' scores."""
+    """Make the draws; return them and the prompts' scores."""
     rows = draws.rows
     scores: dict[PromptRows, list[TokenLogprobs] | str] = {}
     if logits.size >= logits.total:

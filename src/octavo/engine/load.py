@@ -1,10 +1,9 @@
-"""From a model argument to a running engine."""
+"""Load a model and build a running engine."""
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from octavo.loader.rounding import rounded, summary
 from octavo.machine.cpu import usable_cpus
 from octavo.machine.memory import as_size, available_memory
 from octavo.models.families import program
-from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.scheduler import Scheduler
 from octavo.spec_decode import draft_checkpoint, draft_model, layer_skip, medusa
 from octavo.spec_decode.draft_checkpoint import DraftModel
@@ -64,66 +62,49 @@ class LoadedEngine:
         )
 
     def report(self) -> str:
-        """The start report: one line a fact."""
-        model = self.checkpoint.config
-        speculation, quantization = self.config.speculation, self.config.quantization
-        stop = sorted(self.checkpoint.tokenizer.eos_token_ids)
-        shown = ", ".join(f"{self.checkpoint.tokenizer.token_text(i)!r} ({i})" for i in stop)
-        return "\n".join(
-            (
-                f"model: {model.name or self.checkpoint.path.name}, family {model.family}, "
-                f"{plural(len(model.layers), 'layer')}, weights {as_size(self.weight_bytes)}",
-                *(
-                    [f"quantization: {summary(self.checkpoint, quantization)}"]
-                    if quantization
-                    else ()
-                ),
-                f"context: {self.max_model_len} tokens (the model has {model.context_length})",
-                *([f"rope: {rope}"] if (rope := model.rope_of_length(self.max_model_len)) else ()),
-                f"kv cache: {as_size(self.kv_cache_bytes)} of "
-                f"{KvDtype.of(self.config.kv_cache_dtype)}, {plural(self.num_blocks, 'block')} of "
-                f"{self.config.block_size} tokens: {self.capacity_tokens} tokens, or "
-                f"{self.capacity_sequences:.1f} sequences of {self.max_model_len}",
-                *self._offload(),
-                f"batch: up to {plural(self.config.max_num_seqs, 'sequence')} and "
-                f"{plural(self.config.max_num_batched_tokens, 'token')} a step"
-                + (
-                    ""
-                    if self.config.itl_target is None
-                    else f", which is to take no longer than {self.config.itl_target:g} ms"
-                ),
-                *(
-                    [f"speculation: {speculation.describe(longest_draft(self.config, self.heads))}"]
-                    if speculation
-                    else ()
-                ),
-                *(
-                    [
-                        f"draft model: {len(self.draft.checkpoint.config.layers)} layers, weights "
-                        f"{as_size(self.draft.weight_bytes)}; of the kv cache "
-                        f"{as_size(self.draft_blocks * self.draft.layout.block_bytes)}, "
-                        f"{plural(self.draft_blocks, 'block')}; drafts up to {self.draft_tokens} "
-                        "tokens of context"
-                    ]
-                    if self.draft
-                    else ()
-                ),
-                f"stop tokens: {shown or 'none'}",
-            )
-        )
+        """Return the start report: one line per fact."""
+        config, draft, tokenizer = self.config, self.draft, self.checkpoint.tokenizer
+        model, speculation = self.checkpoint.config, config.speculation
+        stop = sorted(tokenizer.eos_token_ids)
+        target = ""
+        if config.itl_target is not None:
+            target = f", which is to take no longer than {config.itl_target:g} ms"
+        facts = {
+            "model": f"{model.name or self.checkpoint.path.name}, family {model.family}, "
+            f"{plural(len(model.layers), 'layer')}, weights {as_size(self.weight_bytes)}",
+            "quantization": config.quantization and summary(self.checkpoint, config.quantization),
+            "context": f"{self.max_model_len} tokens (the model has {model.context_length})",
+            "rope": model.rope_of_length(self.max_model_len),
+            "kv cache": f"{as_size(self.kv_cache_bytes)} of {KvDtype.of(config.kv_cache_dtype)}, "
+            f"{plural(self.num_blocks, 'block')} of {config.block_size} tokens: "
+            f"{self.capacity_tokens} tokens, or {self.capacity_sequences:.1f} sequences of "
+            f"{self.max_model_len}",
+            "kv offload": self._offload(),
+            "batch": f"up to {plural(config.max_num_seqs, 'sequence')} and "
+            f"{plural(config.max_num_batched_tokens, 'token')} a step{target}",
+            "speculation": speculation and speculation.describe(longest_draft(config, self.heads)),
+            "draft model": draft
+            and f"{len(draft.checkpoint.config.layers)} layers, weights "
+            f"{as_size(draft.weight_bytes)}; of the kv cache "
+            f"{as_size(self.draft_blocks * draft.layout.block_bytes)}, "
+            f"{plural(self.draft_blocks, 'block')}; drafts up to {self.draft_tokens} tokens of "
+            "context",
+            "stop tokens": ", ".join(f"{tokenizer.token_text(i)!r} ({i})" for i in stop) or "none",
+        }
+        return "\n".join(f"{name}: {fact}" for name, fact in facts.items() if fact)
 
-    def _offload(self) -> Iterator[str]:
+    def _offload(self) -> str | None:
         connectors = self.engine.scheduler.kv.connectors
         if connectors is None:
-            return
+            return None
         memory, *others = connectors.stats().values()
-        line = f"kv offload: {as_size(memory.capacity_bytes)} of host memory"
+        line = f"{as_size(memory.capacity_bytes)} of host memory"
         for stats in others:
             line += (
                 f", {as_size(stats.capacity_bytes)} in {self.config.kv_offload_dir}, which holds "
                 f"{stats.blocks} blocks of this model ({as_size(stats.used_bytes)} in all)"
             )
-        yield line
+        return line
 
 
 def load_engine(
@@ -132,17 +113,17 @@ def load_engine(
     *,
     keep_hidden: bool = False,
 ) -> LoadedEngine:
-    """Checkpoint → Program → layout → number of blocks → executor → Engine.
+    """Build checkpoint → Program → layout → number of blocks → executor → Engine.
 
     A ``str`` is a known name, a path or a hub id (`octavo.loader.pull.resolve`).
-    ``keep_hidden``: steps give `StepResult.hidden`. Raises `CheckpointError`, `SettingsError`, or
+    ``keep_hidden``: steps give `StepResult.hidden`. Raise `CheckpointError`, `SettingsError`, or
     `DoesNotFit` before anything large is allocated.
     """
     try:
         return _load(model, config or EngineConfig(), keep_hidden)
     except (CheckpointError, SettingsError):
         raise
-    except ValueError as error:  # what the rooms below refuse
+    except ValueError as error:  # raised below
         raise SettingsError(str(error)) from error
 
 
@@ -176,7 +157,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     speculation = config.speculation
     drafter: Drafter | ModelDrafter | None = None
     if speculation is not None and not speculation.computes:
-        drafter = speculation.drafter()  # which may be refused: before anything large is read
+        drafter = speculation.drafter()  # raises, if at all, before anything large is read
     if config.quantization is not None:
         threads = config.threads or usable_cpus()[0]
         checkpoint = rounded(checkpoint, config.quantization, threads)
@@ -204,24 +185,13 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         )
     compute = program(checkpoint.config)
     if speculation is not None and speculation.layers is not None:
-        layer_skip.subset(compute, speculation.layers)  # refuses
+        layer_skip.subset(compute, speculation.layers)  # raises if they do not exist
     layout = config.layout_of(checkpoint.config)
     source = str(checkpoint.path)
     held = weight_bytes(config.executor, weights, compute, source, config.isa)
     plan = plan_cache(config, compute, layout, held, available_memory(), draft, heads)
     compute = program(checkpoint.config, plan.max_model_len)
-    limits = SchedulerConfig(
-        max_model_len=plan.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_logits_rows=config.max_logits_rows(longest_draft(config, heads)),
-        itl_target=config.step_target,
-        max_branches=config.max_branches,
-        enable_prefix_caching=config.enable_prefix_caching,
-        max_num_queued_reqs=config.max_num_queued_reqs,
-        max_num_queued_tokens=config.max_num_queued_tokens,
-        policy=config.policy,
-    )
+    limits = config.limits(plan.max_model_len, longest_draft(config, heads))
     scheduler = Scheduler(limits, layout, plan.num_blocks)
     executor = build_executor(
         config.executor,
@@ -239,15 +209,16 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         digest=config.kv_offload_dir is not None,
         rates=guessed(config.threads or usable_cpus()[0]),
     )
-    pace: StepTimePredictor | None = None
+    step_times: StepTimePredictor | None = None
     if config.itl_target is not None or config.kv_offload_bytes:
-        pace = StepTimePredictor(executor.costs, guessed(executor.threads), measured=False)
-    if config.kv_offload_bytes:
-        assert pace is not None
-        try:
+        step_times = StepTimePredictor(executor.costs, guessed(executor.threads), measured=False)
+    sampler = executor.new_sampler(checkpoint.config.vocab_size)
+    try:
+        if config.kv_offload_bytes:
+            assert step_times is not None
             connectors = make_connectors(
                 executor,
-                pace,
+                step_times,
                 compute,
                 checkpoint.tokenizer,
                 quantization=config.quantization,
@@ -255,13 +226,8 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
                 folder=config.kv_offload_dir,
                 disk_bytes=config.kv_offload_disk,
             )
-        except BaseException:
-            executor.close()
-            raise
-        scheduler.kv.attach(connectors)
-    sampler = executor.new_sampler(checkpoint.config.vocab_size)
-    if speculation is not None and speculation.computes:
-        try:
+            scheduler.kv.attach(connectors)
+        if speculation is not None and speculation.computes:
             target = Target(
                 checkpoint, compute, executor, scheduler, sampler, speculation.rejection
             )
@@ -271,9 +237,9 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
                 drafter = draft_model.make(target, draft, plan.draft_blocks)
             else:
                 drafter = layer_skip.make(target, speculation.layers or ())
-        except BaseException:
-            executor.close()
-            raise
+    except BaseException:
+        executor.close()
+        raise
     speculator = None
     if speculation is not None and drafter is not None:
         speculator = Speculator(
@@ -297,9 +263,9 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         max_logprobs=config.max_logprobs,
         seed=config.seed,
         speculator=speculator,
-        step_times=pace,
+        step_times=step_times,
     )
-    # What was loaded stays: the collector need not walk it between steps. Garbage would stay, too.
+    # The collector need not walk over what was loaded. Garbage would stay, too: collect it first.
     gc.collect()
     gc.freeze()
     return LoadedEngine(

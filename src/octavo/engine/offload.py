@@ -54,7 +54,7 @@ def _refused(folder: str, error: OSError) -> Refused:
 
 def make_connectors(
     executor: Executor,
-    pace: StepTimePredictor,
+    step_times: StepTimePredictor,
     program: Program,
     tokenizer: Tokenizer,
     *,
@@ -64,7 +64,7 @@ def make_connectors(
     disk_bytes: int | None,
 ) -> ConnectorManager:
     """Return an engine's connectors: host memory, and a disk if there is a ``folder``. Then
-    ``executor`` must have the digest of its weights. ``pace`` learns from its steps. Raise
+    ``executor`` must have the digest of its weights. ``step_times`` learns from its steps. Raise
     `Refused`.
     """
     layout = executor.layout
@@ -87,7 +87,7 @@ def make_connectors(
     cost = TransferCost(
         layout.block_bytes,
         layout.block_size / len(layout.groups),
-        RecomputeCost(pace, executor.max_tokens).seconds,
+        RecomputeCost(step_times, executor.max_tokens).seconds,
         executor.max_tokens,
         time.perf_counter,
     )

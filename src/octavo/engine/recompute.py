@@ -13,12 +13,12 @@ class RecomputeCost:
     that nothing is loaded that would be computed in less time.
     """
 
-    def __init__(self, pace: StepTimePredictor, max_tokens: int) -> None:
+    def __init__(self, step_times: StepTimePredictor, max_tokens: int) -> None:
         """``max_tokens``: of a step."""
-        self._pace = pace
+        self._step_times = step_times
         self._max_tokens = max_tokens
         self._full_step = 0.0
-        self._learned = -1  # steps that ``pace`` had learned from when that was predicted
+        self._learned = -1  # steps that ``step_times`` had learned from when that was predicted
 
     def seconds(self, start: int, tokens: int) -> float:
         """Return the seconds for ``tokens`` of a prompt from position ``start`` on, in steps of
@@ -26,8 +26,8 @@ class RecomputeCost:
         """
         if start or tokens != self._max_tokens:
             return self._predict(start, tokens)
-        if self._learned != self._pace.learned:  # asked for every block that is overwritten
-            self._learned = self._pace.learned
+        if self._learned != self._step_times.learned:  # asked for every block that is overwritten
+            self._learned = self._step_times.learned
             self._full_step = self._predict(start, tokens)
         return self._full_step
 
@@ -35,8 +35,8 @@ class RecomputeCost:
         total = 0.0
         for first in range(start, start + tokens, self._max_tokens):
             size = min(self._max_tokens, start + tokens - first)
-            total += self._pace.predict(_chunk(first, size))
-        return total * self._pace.margin
+            total += self._step_times.predict(_chunk(first, size))
+        return total * self._step_times.margin
 
 
 def _chunk(start: int, size: int) -> Batch:

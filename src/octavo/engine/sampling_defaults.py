@@ -1,4 +1,4 @@
-"""How a model's makers want its answers drawn, where a request does not say.
+"""Default sampling parameters: those that a model comes with.
 
 ``generation_config.json`` of a Hugging Face folder has it under transformers' names, a GGUF file in
 keys that begin with ``general.sampling.``. As in vLLM, the values of `_NAMES` are the defaults of
@@ -39,14 +39,14 @@ VLLM = "vllm"  # instead of a folder: nothing but a request's own values and vLL
 
 
 class SamplingDefaults(NamedTuple):
-    """``values`` are `SamplingParams`' fields; ``ignored`` names what is not supported."""
+    """``values`` are fields of `SamplingParams`; ``ignored`` names what is not supported."""
 
     values: dict[str, Any]
     source: str
     ignored: tuple[str, ...]
 
     def report(self) -> str:
-        """A line for the log; "" if there is nothing to say."""
+        """Return a line for the log; "" if there is nothing to say."""
         parts = []
         if self.values:
             given = ", ".join(f"{name} {value:g}" for name, value in self.values.items())
@@ -61,8 +61,9 @@ class SamplingDefaults(NamedTuple):
 def sampling_defaults(
     checkpoint: Checkpoint, setting: str = "auto", override: Mapping[str, Any] | None = None
 ) -> SamplingDefaults:
-    """By ``setting`` of the model's own files ("auto"), of none ("vllm"), or of a folder's
-    ``generation_config.json``; ``override`` has the last word. Raises `CheckpointError`.
+    """Return the defaults from the model's own files (``setting`` "auto"), from nowhere ("vllm"),
+    or from a folder's ``generation_config.json``. ``override`` replaces single values. Raise
+    `CheckpointError` for values that cannot be used.
     """
     source, given = checkpoint.path.name, checkpoint.generation_config
     if checkpoint.path.is_dir():

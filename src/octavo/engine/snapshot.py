@@ -1,7 +1,7 @@
-"""What the engine is at, request by request: what an operator may see of it, and no text.
+"""What the engine is doing, request by request, for operators. No text is shown.
 
-Taken on the engine's thread, between two steps. It costs about two microseconds a request that is
-listed, and those that are not listed next to nothing, however long the queue is.
+A snapshot is taken on the engine's thread, between two steps. It costs about two microseconds for
+each request that is listed, and next to nothing for the others, however long the queue is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from octavo.scheduler.request import standing
 from octavo.scheduler.sequence import Status
 
-if TYPE_CHECKING:  # who reads a snapshot elsewhere needs no engine
+if TYPE_CHECKING:  # readers of a snapshot need no engine
     from octavo.engine.engine import Engine
     from octavo.scheduler.request import RequestRecord
 
@@ -23,7 +23,7 @@ State = Literal["waiting", "prefill", "decode", "paused"]
 
 @dataclass(slots=True)  # not frozen, for then each field would cost a call
 class RequestSnapshot:
-    """Times in seconds. Of a request's n sequences the furthest gives the state."""
+    """Times are in seconds. The furthest of a request's n sequences gives the state."""
 
     id: str
     client: str  # the name of the key it came with
@@ -40,12 +40,14 @@ class RequestSnapshot:
     ttft: float | None  # arrival to first token
     tokens_per_second: float | None  # since the first token
     preemptions: int
-    on_target: bool | None  # whether it has kept what it is promised so far; None: nothing promised
+    on_target: bool | None  # whether it has kept its target so far; None: it has none
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:
-    """Blocks. ``cached``: free, but what they hold is still of use; ``free``: the other ones."""
+    """Figures in blocks. ``cached`` ones are free, but what they hold is still of use; ``free`` are
+    the others.
+    """
 
     blocks: int
     block_size: int  # tokens
@@ -57,8 +59,8 @@ class PoolSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """``time``: clock seconds, to take differences of two snapshots by. The requests that run come
-    first, then those that wait, in the order in which their policy would let them in now.
+    """``time``: clock seconds, to compare two snapshots. Running requests come first, then the
+    waiting ones in the order in which the policy would admit them now.
     """
 
     time: float
@@ -78,7 +80,7 @@ class EngineSnapshot:
 
 
 def snapshot(engine: Engine, limit: int) -> EngineSnapshot:
-    """At most ``limit`` requests are listed. For the engine's thread, between steps."""
+    """Take a snapshot that lists at most ``limit`` requests. Call it on the engine's thread."""
     scheduler, stats = engine.scheduler, engine.stats()
     pool, now = scheduler.kv.pool, engine.clock.now()
     listed = [_request(engine, record, now) for record in islice(_records(engine), limit)]
@@ -108,7 +110,7 @@ def snapshot(engine: Engine, limit: int) -> EngineSnapshot:
 
 
 def _records(engine: Engine) -> Iterator[RequestRecord]:
-    """Each request once, those that run first."""
+    """Iterate over the requests, running ones first."""
     scheduler = engine.scheduler
     seen: set[int] = set()
     waiting = chain(scheduler.policy.in_turn(), scheduler.waiting.fetching)

@@ -108,7 +108,7 @@ class Stream(AsyncIterator[Delta]):
             self.mailbox.paused[self] = None
             self._pause(self.request_id, True)
 
-    def _give_up(self) -> None:
+    def _end_unread(self) -> None:
         """Drop what is unsent, and tell the consumer."""
         logger.warning(
             "request %s is ended: of its output %d bytes are not read, and %d of all requests'",
@@ -134,7 +134,7 @@ class Stream(AsyncIterator[Delta]):
                 self._hold(self.unsent + _size(delta))
                 self._wake()
         while self.mailbox.unsent > _MOST_UNSENT_TOTAL:
-            next(iter(self.mailbox.paused), self)._give_up()
+            next(iter(self.mailbox.paused), self)._end_unread()
 
     def fail(self, error: EngineDead) -> None:
         if not self._over:

@@ -131,11 +131,9 @@ class Limits:
             kernel_build(),
             datetime.now(UTC).isoformat(timespec="seconds"),
             quick,
-            tuple(peaks["int8"]),
-            tuple(peaks["bf16"]),
-            tuple(peaks["fp32"]),
-            tuple(reads),
-            tuple(barriers),
+            **{name: tuple(rates) for name, rates in peaks.items()},
+            read=tuple(reads),
+            barrier=tuple(barriers),
         )
 
     # Reading them
@@ -147,10 +145,7 @@ class Limits:
 
     def ops_per_second(self, arithmetic: str, threads: int | None = None) -> float:
         """``arithmetic`` is "int8", "bf16" (fp32's where the CPU has none of its own) or "fp32"."""
-        rates: dict[str, tuple[Rate, ...]] = {
-            "int8": self.int8, "bf16": self.bf16 or self.fp32, "fp32": self.fp32
-        }  # fmt: skip
-        return _at(rates[arithmetic], threads)
+        return _at(getattr(self, arithmetic) or self.fp32, threads)
 
     def bytes_per_second(self, threads: int | None = None, working_set: int | None = None) -> float:
         """Return the rate of reading ``working_set`` bytes over and over; None: more than any cache

@@ -17,20 +17,7 @@ import numpy as np
 
 from octavo.executor.base import Batch
 from octavo.executor.cost import Arithmetic, CostModel, OpCost, Rates
-from octavo.models.program import (
-    Activate,
-    Add,
-    Combine,
-    Embed,
-    GatedActivation,
-    Input,
-    Logits,
-    Op,
-    PagedAttention,
-    RmsNorm,
-    RopeAndStoreKv,
-    Route,
-)
+from octavo.models.program import ExpertLinear, Linear, Logits, Op, PagedAttention
 
 MOST_SEQUENCES = 1 << 14  # up to where a crossing is looked for
 
@@ -197,11 +184,9 @@ def _kind(op: Op) -> str:
             return "head"
         case PagedAttention():
             return "attention"
-        case Embed() | Input() | RmsNorm() | RopeAndStoreKv():
-            return "rest"
-        case Activate() | GatedActivation() | Add() | Route() | Combine():
-            return "rest"
-    return "layers"
+        case Linear() | ExpertLinear():
+            return "layers"
+    return "rest"
 
 
 def _part(name: str, unit: Arithmetic, costs: list[OpCost], rates: Rates) -> PartCost:

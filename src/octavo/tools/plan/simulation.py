@@ -19,7 +19,6 @@ from octavo.loader.base import WeightFormat
 from octavo.machine.memory import as_size
 from octavo.models.families import program
 from octavo.sampling.scripted import ScriptedSampler
-from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.request import LatencyTarget
 from octavo.scheduler.scheduler import Scheduler
 from octavo.spec_decode.config import SpeculativeConfig
@@ -183,17 +182,9 @@ def simulated_engine(setup: Setup) -> Engine:
             f"{plan.num_blocks:,} blocks of KV cache: at most {MOST_BLOCKS:,} are simulated; give "
             "--device less capacity, or less of it with --kv-cache-memory-bytes"
         )
-    limits = SchedulerConfig(
-        max_model_len=plan.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_logits_rows=config.max_logits_rows(),
-        itl_target=config.step_target,
-        max_branches=config.max_branches,
+    limits = config.limits(
+        plan.max_model_len,
         enable_prefix_caching=config.enable_prefix_caching and setup.memory == "paged",
-        max_num_queued_reqs=config.max_num_queued_reqs,
-        max_num_queued_tokens=config.max_num_queued_tokens,
-        policy=config.policy,
         batching=setup.batching,
         memory=setup.memory,
         chunked_prefill=setup.chunked_prefill,

@@ -19,8 +19,8 @@ from octavo.engine.config import EngineConfig
 from octavo.engine.load import load_engine
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import Request
+from octavo.spec_decode.replay import agreement
 from octavo.spec_decode.suffix import SuffixDrafter
-from octavo.spec_decode.verify import agreement
 
 # Tokens of a draft, alternatives beside it, tokens of each.
 SHAPES = ((3, 0, 0), (7, 0, 0), (11, 0, 0), (3, 1, 3), (7, 1, 1), (7, 1, 3), (7, 1, 7), (7, 2, 3))

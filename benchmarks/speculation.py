@@ -46,7 +46,7 @@ from octavo.machine.cpu import usable_cpus
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import Request, RequestRecord
 from octavo.spec_decode.config import SpeculativeConfig
-from octavo.spec_decode.speculator import LONGEST
+from octavo.spec_decode.tuning import LONGEST_DRAFT
 
 LONGEST_TEXT = 2048  # tokens of a prompt and its answer
 SLICE = 0.06  # seconds that a side runs before the next one does
@@ -245,7 +245,7 @@ def drafting(method: dict[str, Any], *, repeats: bool, steps: int = 200) -> Draf
         began = time.thread_time()
         for number, new in enumerate(news):
             drafter.extend(number, new)
-        drafter.propose(range(32), [LONGEST] * 32)
+        drafter.propose(range(32), [LONGEST_DRAFT] * 32)
         times.append(time.thread_time() - began)
     return Drafting(
         method["method"],

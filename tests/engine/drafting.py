@@ -15,7 +15,7 @@ from octavo.executor.base import StepResult
 from octavo.sampling.scripted import ScriptedSampler, ScriptedState
 from octavo.scheduler.batching import Scheduled
 from octavo.scheduler.sequence import Sequence as Seq
-from octavo.spec_decode.drafter import Draft
+from octavo.spec_decode.drafter import Draft, ModelDrafter
 from octavo.spec_decode.speculator import Speculator
 
 
@@ -71,9 +71,9 @@ class Oracle:
         assert count >= 0
         if count == 0:
             return Draft([0] * 3 if self.kind == "long" else [])
-        assert self.speculator._reader is not None
-        known = self.speculator._reader.known
-        seq = next(seq for seq, each in known.items() if each.number == sequence)
+        assert self.speculator._lookup is not None
+        numbers = self.speculator._lookup.numbers
+        seq = next(seq for seq, number in numbers.items() if number == sequence)
         assert self._texts[sequence] == seq.token_ids.tolist()
         owner = seq.owner
         generated = len(seq.token_ids) - owner.prompt_tokens
@@ -111,9 +111,9 @@ class Coin:
 
     def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
         assert self.speculator is not None
-        assert self.speculator._reader is not None
-        known = self.speculator._reader.known
-        seq = next(seq for seq, each in known.items() if each.number == sequence)
+        assert self.speculator._lookup is not None
+        numbers = self.speculator._lookup.numbers
+        seq = next(seq for seq, number in numbers.items() if number == sequence)
         self._states[sequence] = seq.output.sampler
 
     def extend(self, sequence: int, token_ids: Sequence[int]) -> None: ...
@@ -160,8 +160,8 @@ class Turning(Coin):
         return draft._replace(alternatives=[path])
 
 
-class Passes:
-    """A `ModelDrafter` for a `ScriptedSampler`: each token of a draft is right with a certain
+class Passes(ModelDrafter):
+    """For a `ScriptedSampler`: each token of a draft is right with a certain
     probability, and each further token of all drafts takes ``cost`` seconds of the clock;
     ``reading`` is what each token of a text takes that it had not seen.
     """

@@ -352,7 +352,7 @@ def test_the_model_is_given_back_where_its_drafter_cannot_be_made(
         raise ValueError("it cannot be made")
 
     monkeypatch.setattr("octavo.executor.native.executor.NativeExecutor", Kept)
-    monkeypatch.setattr("octavo.spec_decode.layer_skip.make", fail)
+    monkeypatch.setattr("octavo.spec_decode.layer_skip.LayerSkipDrafter", fail)
     given = {"method": "layer_skip", "layers": [0]}
     config = EngineConfig(
         kv_cache_memory_bytes=MIB, max_num_seqs=2, threads=1, speculative_config=given

@@ -22,7 +22,7 @@ from engine.test_speculation import Letters
 from executor import tiny
 from octavo.engine.clock import RealClock
 from octavo.engine.engine import Engine, Step
-from octavo.executor.base import Float32, StepResult
+from octavo.executor.base import Float32
 from octavo.executor.native.executor import NativeExecutor
 from octavo.kv_cache.cache import peak_blocks
 from octavo.kv_cache.layout import KvLayout
@@ -30,7 +30,6 @@ from octavo.models.families import program
 from octavo.sampling.native import NativeSampler
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.sampler import Sampled, SamplerState
-from octavo.scheduler.batching import Scheduled
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.request import Outcome, Request, RequestRecord
 from octavo.scheduler.scheduler import Scheduler
@@ -101,8 +100,8 @@ def branching(rng: random.Random, last: int, count: int) -> Draft:
     return Draft(first, 0, others)
 
 
-class Forking:
-    """A `ModelDrafter` that draws with forks of the target's states, and so with their noise."""
+class Forking(ModelDrafter):
+    """Draws with forks of the target's states, and so with their noise."""
 
     def __init__(self, sampler: NativeSampler) -> None:
         self._sampler = sampler
@@ -119,14 +118,6 @@ class Forking:
             self._sampler.probabilities(TABLE, [row], [state], q[at : at + 1])
             before += self._sampler.sample(TABLE, [row], [state]).token_ids
         return Draft(before[1:], 0, (), q)
-
-    def observe(
-        self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]
-    ) -> None: ...
-
-    def end(self, seq: Seq) -> None: ...
-
-    def close(self) -> None: ...
 
 
 DRAFTERS: dict[str, Callable[[NativeSampler], Drafter | ModelDrafter]] = {

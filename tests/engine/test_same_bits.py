@@ -41,10 +41,10 @@ from octavo.sampling.sampler import Float32, Sampled, SamplerState
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.request import Outcome, Request, RequestRecord
 from octavo.scheduler.scheduler import Scheduler
-from octavo.spec_decode import draft_model, layer_skip
 from octavo.spec_decode.draft_checkpoint import DraftModel
 from octavo.spec_decode.draft_model import DraftModelDrafter
 from octavo.spec_decode.drafter import Draft, Drafter, ModelDrafter, Target
+from octavo.spec_decode.layer_skip import LayerSkipDrafter
 from octavo.spec_decode.ngram import NgramDrafter
 from octavo.spec_decode.speculator import Speculator
 from octavo.spec_decode.suffix import SuffixDrafter
@@ -157,7 +157,7 @@ def some_layers(target: Target) -> ModelDrafter:
     """All but the last, which is a window's or not; or all but the first."""
     count = len(target.program.config.layers)
     first = target.scheduler.config.max_num_seqs % 2
-    return layer_skip.make(target, range(first, count - 1 + first))
+    return LayerSkipDrafter(target, range(first, count - 1 + first))
 
 
 COMPUTING: dict[str, Callable[[Target], ModelDrafter]] = {"layer_skip": some_layers}
@@ -180,7 +180,7 @@ def draft_model_drafter(draft: Checkpoint, target: Target, sequences: float) -> 
     layout = KvLayout.of(draft.config, cache.block_size, cache.dtype)
     blocks = int(sequences * peak_blocks(layout, limits.max_model_len))
     model = DraftModel(draft, program(draft.config), layout, 0)
-    return draft_model.make(target, model, blocks)
+    return DraftModelDrafter(target, model, blocks)
 
 
 @dataclass

@@ -219,8 +219,8 @@ def test_what_copying_gained_is_not_lost_in_chat(batch: int, rate: float) -> Non
         answers(engine, 3 * batch, max_tokens=400)
         if engine.speculator is not None:
             assert engine.stats().accepted_tokens > 600 * batch
-            assert engine.speculator._reader is not None
-            drafter = engine.speculator._reader._drafter
+            assert engine.speculator._lookup is not None
+            drafter = engine.speculator._lookup._drafter
             assert isinstance(drafter, Coin)
             drafter._rate = rate
         before = engine.clock.now()
@@ -401,7 +401,7 @@ def test_what_a_stop_cuts_off_is_no_gain_for_the_budget() -> None:
     speculator = engine.speculator
     assert speculator is not None
     told: list[tuple[float, float]] = []
-    speculator._budget.spend = lambda seconds, worth, steps=1: told.append((seconds, worth))  # type: ignore[method-assign]
+    speculator._account.add = lambda seconds, worth, steps=1: told.append((seconds, worth))  # type: ignore[method-assign]
     params = SamplingParams(seed=3, max_tokens=150)
     engine.add_request(Request(request_id="a", prompt_token_ids=[1, 2, 3], params=params))
     while not engine.stats().running or not engine.scheduler.decoding:
@@ -584,7 +584,7 @@ def test_a_drafter_may_have_other_methods_too() -> None:
 
 
 def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.spec_decode.reader._READ", 7)
+    monkeypatch.setattr("octavo.spec_decode.tuning.LOOKUP_TOKENS_PER_STEP", 7)
     engine = build(max_logits_rows=64)
     assert isinstance(engine.sampler, FakeSampler)
     oracle = Oracle("long", engine.sampler)

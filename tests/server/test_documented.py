@@ -1,4 +1,4 @@
-"""The key files that the documentation shows are tried as they stand there."""
+"""The documentation has every route, and the key files that it shows are tried as they are."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from octavo.cli import app
 from octavo.engine.config import EngineConfig
 from octavo.scheduler.policies.config import POLICIES
+from octavo.server.api_keys import in_effect, read_keys
 from octavo.server.config import ServeConfig
-from octavo.server.keys import in_effect, read_keys
+from octavo.server.routes import DOCS_ROUTES, ROUTES
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -41,6 +42,14 @@ def serve(
     assert result.exit_code == 0, result.output
     ((_, engine, config),) = seen
     return engine, config
+
+
+def test_every_route_is_in_the_documentation() -> None:
+    said = (DOCS / "serving.md").read_text()
+    table = said.partition("\n## Routes\n")[2].partition("\nRequest fields")[0]
+    for route in (*ROUTES, *DOCS_ROUTES):
+        shown = route.path.replace("{model}", "NAME")
+        assert f"`{shown}`" in table or f"`{route.method} {shown}`" in table or not route.summary
 
 
 def test_there_are_some() -> None:

@@ -12,10 +12,10 @@ import pytest
 from serve_fakes import FakeEngine, served_model
 from serving import listening
 
+from octavo.server.api_keys import ApiKey, digest
 from octavo.server.app import App
 from octavo.server.config import ServeConfig
 from octavo.server.hosts import Hosts
-from octavo.server.keys import ApiKey, digest
 from octavo.server.routes import DOCS_ROUTES, ROUTES
 
 MACHINE = socket.gethostname().lower()

@@ -14,8 +14,8 @@ import pytest
 from serve_fakes import FakeEngine, events
 
 from octavo.scheduler.request import FinishReason, LatencyTarget, Outcome
+from octavo.server.api_keys import ApiKey, in_effect, read_keys, unnamed
 from octavo.server.config import ServeConfig
-from octavo.server.keys import ApiKey, in_effect, read_keys, unnamed
 from patience import until
 
 SECRET = "sk-very-secret"

@@ -26,7 +26,7 @@ from octavo.engine.stats import EngineStats
 from octavo.executor.base import Batch, StepResult
 from octavo.scheduler.policies.config import PolicyConfig
 from octavo.scheduler.request import FinishReason, LatencyTarget, Outcome, RequestRecord
-from octavo.server.keys import ApiKey
+from octavo.server.api_keys import ApiKey
 from octavo.server.logs import JsonFormatter
 from octavo.server.workers import Workers
 from patience import PATIENCE, Leave, until

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from octavo.scheduler.request import Outcome, RequestRecord
 from octavo.server import quota
+from octavo.server.api_keys import ApiKey
 from octavo.server.errors import ApiError, too_many
-from octavo.server.keys import ApiKey
 from octavo.server.quota import Account
 
 

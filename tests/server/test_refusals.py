@@ -14,10 +14,10 @@ from serve_fakes import ByteTokenizer, FakeEngine, PlainTemplate
 from serving import listening
 from starlette.types import Message
 
+from octavo.server.api_keys import ApiKey
 from octavo.server.clients import Clients
 from octavo.server.context import RequestContext
 from octavo.server.errors import ClientGone
-from octavo.server.keys import ApiKey
 from octavo.server.workers import SMALL, Refusals, Workers
 from patience import PATIENCE, until
 

@@ -20,9 +20,9 @@ from octavo.kv_cache.connectors.base import ConnectorStats
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import FinishReason, LatencyTarget, Outcome, Request, RequestRecord
 from octavo.server.metrics import Metrics
-from octavo.server.metrics.families import Families
-from octavo.server.metrics.requests import REJECTIONS, RequestMetrics
-from octavo.server.metrics.slo import SloMetrics, class_of
+from octavo.server.metrics.metric_families import Families
+from octavo.server.metrics.request_metrics import REJECTIONS, RequestMetrics
+from octavo.server.metrics.slo_metrics import SloMetrics, class_of
 from octavo.server.streaming import MergedStream
 
 TARGET = LatencyTarget(ttft=1.0, tpot=0.1, e2el=5.0)

@@ -21,7 +21,7 @@ from octavo.engine.calibration import Prediction
 from octavo.executor.cost import Rates
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import Request
-from octavo.server.keys import ApiKey, digest
+from octavo.server.api_keys import ApiKey, digest
 from octavo.server.metrics import Metrics
 from octavo.spec_decode.speculator import Speculator
 from patience import Leave, until

@@ -28,7 +28,7 @@ class Lacking:
 def test_methods_name_their_drafters() -> None:
     assert isinstance(SpeculativeConfig.of('{"method": "ngram"}').drafter(), NgramDrafter)
     assert isinstance(SpeculativeConfig.of({"method": "suffix"}).drafter(), SuffixDrafter)
-    mine = SpeculativeConfig(method="speculate.test_config:Mine")
+    mine = SpeculativeConfig(method="spec_decode.test_config:Mine")
     assert type(mine.drafter()).__name__ == "Mine"
 
 
@@ -104,9 +104,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(given: Any, named: str) -> N
     ("method", "named"),
     [
         ("no_such_module:Drafter", "no_such_module"),
-        ("speculate.test_config:Absent", "Absent"),
-        ("speculate.test_config:Leaving", "SystemExit"),
-        ("speculate.test_config:Lacking", r"has no extend\(\)"),
+        ("spec_decode.test_config:Absent", "Absent"),
+        ("spec_decode.test_config:Leaving", "SystemExit"),
+        ("spec_decode.test_config:Lacking", r"has no extend\(\)"),
     ],
 )
 def test_a_class_that_is_no_drafter_is_refused_at_start(method: str, named: str) -> None:
@@ -155,7 +155,7 @@ def test_rows_for_branches_are_had_where_there_may_be_alternatives() -> None:
     assert EngineConfig(speculative_config={"method": "suffix"}).max_branches == 0
     assert EngineConfig(speculative_config={"method": "ngram"}).max_branches == 0
     assert EngineConfig().max_branches == 0
-    for given in several, {"method": "speculate.test_config:Mine"}:
+    for given in several, {"method": "spec_decode.test_config:Mine"}:
         config = EngineConfig(max_num_seqs=1, speculative_config=given)
         assert config.max_branches == 16
         assert config.max_logits_rows() == (1 + 16) * (1 + 16)

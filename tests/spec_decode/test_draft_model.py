@@ -383,9 +383,10 @@ def test_memory_is_planned_for_both(tmp_path: Path) -> None:
         executor = drafter._executor
         assert isinstance(executor, NativeExecutor)
         assert isinstance(both.engine.executor, NativeExecutor)
-        held = executor.kv_bytes + both.engine.executor.kv_bytes
-        assert held == both.kv_cache_bytes <= 1 << 20
         assert both.draft is not None
+        held = drafter.kv.pool.num_blocks * both.draft.layout.block_bytes
+        held += both.num_blocks * both.engine.executor.layout.block_bytes
+        assert held == both.kv_cache_bytes <= 1 << 20
         assert executor.weight_bytes == both.draft.weight_bytes
         assert abs(2 * both.capacity_tokens - alone.capacity_tokens) <= 32  # a token costs twice
         assert drafter.kv.pool.num_blocks == both.num_blocks + 1  # free for drafts

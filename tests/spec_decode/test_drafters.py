@@ -140,9 +140,9 @@ def test_earlier_answers_are_counted_over_all_salts() -> None:
         drafter.start(number, [0], str(number % 17))
         drafter.extend(number, list(range(number)))
         drafter.end(number)
-        held = [each.parts for each in drafter._answers.values()]
+        held = [*drafter._answers.values()]
         assert all(held)
-        assert sum(len(part.tokens) for parts in held for part in parts) == drafter._held_tokens
+        assert sum(len(text.tokens) for texts in held for text in texts) == drafter._held_tokens
         assert drafter._held <= 6
     assert len(drafter._answers) == 6
 

@@ -38,27 +38,22 @@ def test_heads_that_were_written_are_read(checkpoint: Checkpoint, tmp_path: Path
     heads = read_heads(path, checkpoint)
     model = checkpoint.config
     expected = tensors(model.hidden_size, model.vocab_size, recurrent=False, layers=2)
-    assert heads.recurrent is None
+    assert not heads.recurrent
     assert heads.num_heads == 3
     assert heads.token_map.tolist() == expected["token_map"].tolist()
-    assert [len(layers) for layers in heads.blocks] == [2, 2, 2]
-    for at, layers in enumerate(heads.blocks):
-        for number, layer in enumerate(layers):
-            name = f"blocks.{at}.layers.{number}"
-            assert np.array_equal(floats(layer.weight), expected[f"{name}.weight"].ravel())
-            assert layer.bias is not None
-            assert np.array_equal(floats(layer.bias), expected[f"{name}.bias"])
+    assert heads.num_layers == 2
+    assert len(heads.weights) == 3 * 2 * 2
+    for name, weight in heads.weights.items():
+        assert np.array_equal(floats(weight), expected[name].ravel())
 
 
 def test_a_recurrent_head_that_was_written_is_read(checkpoint: Checkpoint, tmp_path: Path) -> None:
     heads = read_heads(folder(tmp_path / "heads", checkpoint), checkpoint)
     expected = tensors(checkpoint.config.hidden_size, checkpoint.config.vocab_size)
-    assert heads.recurrent is not None
-    assert heads.blocks == []
-    for name in RECURRENT:
-        weight = getattr(heads.recurrent, name)
-        assert np.array_equal(floats(weight), expected[f"{name}.weight"].ravel())
-    assert np.array_equal(floats(heads.recurrent.bias), expected["skip.bias"])
+    assert heads.recurrent
+    assert set(heads.weights) == {f"{name}.weight" for name in RECURRENT} | {"skip.bias"}
+    for name, weight in heads.weights.items():
+        assert np.array_equal(floats(weight), expected[name].ravel())
 
 
 def test_other_names_of_the_counts_are_read(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -67,7 +62,7 @@ def test_other_names_of_the_counts_are_read(checkpoint: Checkpoint, tmp_path: Pa
     values["num_heads"] = values.pop("medusa_num_heads")
     values["num_hidden_layers"] = values.pop("medusa_num_layers")
     (path / "config.json").write_text(json.dumps(values))
-    assert len(read_heads(path, checkpoint).blocks) == 3
+    assert read_heads(path, checkpoint).num_heads == 3
 
 
 @pytest.mark.parametrize(

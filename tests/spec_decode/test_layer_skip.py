@@ -24,7 +24,6 @@ from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.request import Request
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.sequence import Sequence
-from octavo.spec_decode import layer_skip
 from octavo.spec_decode.drafter import Draft, Target
 from octavo.spec_decode.layer_skip import LayerSkipDrafter
 from octavo.spec_decode.speculator import Speculator
@@ -71,7 +70,7 @@ class House:
             target = Target(
                 checkpoint, compute, self.executor, self.scheduler, sampler, probabilities
             )
-            self.drafter = layer_skip.make(target, layers)
+            self.drafter = LayerSkipDrafter(target, layers)
             speculator = Speculator(self.drafter, config.vocab_size, num_drafts)
         self.engine = Engine(
             self.executor,

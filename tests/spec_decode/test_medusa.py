@@ -274,9 +274,7 @@ def test_nothing_is_kept_of_choices_that_end_with_another(
         assert drafter_of(drafting)._rows == {}
 
 
-def test_of_a_step_that_no_draft_follows_next_to_nothing_is_made(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_after_steps_without_drafts_one_can_be_made(checkpoint: Checkpoint, tmp_path: Path) -> None:
     heads = folder(tmp_path / "heads", checkpoint)
     with llm(checkpoint, heads, None) as drafting:
         engine, drafter = drafting.loaded.engine, drafter_of(drafting)
@@ -286,8 +284,6 @@ def test_of_a_step_that_no_draft_follows_next_to_nothing_is_made(
         for _ in range(4):
             engine.speculator._rest = 2
             engine.step()
-            assert drafter._rows == {}
-            assert drafter._last is not None
         (seq,) = engine.scheduler.decoding
         (draft,) = drafter.propose([seq], [2])
         assert len(draft.token_ids) > 0
@@ -295,7 +291,6 @@ def test_of_a_step_that_no_draft_follows_next_to_nothing_is_made(
         while engine.has_work():
             engine.step()
         assert drafter._rows == {}
-        assert drafter._last is None
 
 
 @pytest.mark.parametrize("recurrent", [True, False])
@@ -313,16 +308,17 @@ def test_drafts_that_are_begun_ahead_are_the_same(
     prompts = [rng.integers(4, checkpoint.config.vocab_size, 9).tolist() for _ in range(12)]
     params = [SamplingParams(temperature=0.0, max_tokens=5 + 3 * at) for at in range(12)]
     found = []
-    begin = MedusaDrafter._begin
+    begin = MedusaDrafter.begin
     for ahead in (True, False):
-        begun: list[int] = []
+        begun: list[bool] = []
 
-        def counted(*args: Any, ahead: bool = ahead, begun: list[int] = begun) -> bool:
-            did = ahead and begin(*args)
-            begun.append(did)
-            return did
+        def counted(
+            drafter: MedusaDrafter, *args: Any, ahead: bool = ahead, begun: list[bool] = begun
+        ) -> None:
+            (begin if ahead else MedusaDrafter.observe)(drafter, *args)
+            begun.append(drafter.begun)
 
-        monkeypatch.setattr(MedusaDrafter, "_begin", counted)
+        monkeypatch.setattr(MedusaDrafter, "begin", counted)
         with llm(checkpoint, heads, threads=threads, max_num_seqs=4) as drafting:
             outputs = drafting.generate(prompts, params, use_tqdm=False)
             stats = drafting.loaded.engine.stats()
@@ -424,15 +420,15 @@ def _reference(
     weights = head_weights(heads, checkpoint)
     e = dequantize(checkpoint.weights["token_embd"])[tokens]
     x = rows
-    if heads.recurrent is not None:
+    if heads.recurrent:
         m = {name: dequantize(weights[f"medusa.{name}"]).T for name in RECURRENT}
         gate = x @ m["gate"] + e @ m["gate_token"]
         z = gate / (1 + np.exp(-gate)) * (x @ m["up"] + e @ m["up_token"])
-        x = z @ m["down"] + x @ m["skip"] + e @ m["skip_token"] + floats(heads.recurrent.bias)
-    for number, layer in enumerate(heads.blocks[at] if heads.blocks else ()):
-        role = f"medusa.{at}.{number}"
-        assert layer.bias is not None
-        inner = x @ dequantize(weights[role]).T + floats(layer.bias)
+        x = z @ m["down"] + x @ m["skip"] + e @ m["skip_token"] + floats(heads.weights["skip.bias"])
+    for layer in range(heads.num_layers):
+        name = f"blocks.{at}.layers.{layer}"
+        bias = floats(heads.weights[f"{name}.bias"])
+        inner = x @ dequantize(weights[f"medusa.{name}"]).T + bias
         x = x + inner / (1 + np.exp(-inner))
     role = "token_embd" if checkpoint.config.tied_embeddings else "output"
     return x, x @ dequantize(checkpoint.weights[role])[heads.token_map].T
@@ -472,8 +468,7 @@ def test_what_drafting_holds_is_in_the_plan(
                 ]
                 hidden = step.result.hidden
                 assert hidden is not None
-                rows = [row for row, _ in drafter._rows.values()]
-                arrays = [drafter._whole, hidden, *rows, *drawn_from]
+                arrays = [drafter._whole, hidden, *drawn_from]
                 held.append(sum(array.nbytes for array in arrays))
 
             def on_end(self, record: RequestRecord) -> None: ...

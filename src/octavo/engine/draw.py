@@ -8,7 +8,7 @@ from typing import NamedTuple
 from octavo.executor.base import Float32, StepResult
 from octavo.sampling.sampler import Sampled, Sampler, SamplerState, TokenLogprobs
 from octavo.scheduler.batching import PromptRows, Scheduled
-from octavo.spec_decode.verify import replay
+from octavo.spec_decode.replay import replay
 
 
 class Drawn(NamedTuple):

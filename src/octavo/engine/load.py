@@ -234,9 +234,9 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
             if heads is not None:
                 drafter = medusa.MedusaDrafter(heads, target)
             elif draft is not None:
-                drafter = draft_model.make(target, draft, plan.draft_blocks)
+                drafter = draft_model.DraftModelDrafter(target, draft, plan.draft_blocks)
             else:
-                drafter = layer_skip.make(target, speculation.layers or ())
+                drafter = layer_skip.LayerSkipDrafter(target, speculation.layers or ())
     except BaseException:
         executor.close()
         raise

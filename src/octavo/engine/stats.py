@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from octavo.kv_cache.connectors.base import ConnectorStats
 from octavo.scheduler.request import RequestRecord
 from octavo.scheduler.scheduler import Scheduler
+from octavo.spec_decode.replay import agreement
 from octavo.spec_decode.speculator import Speculator
-from octavo.spec_decode.verify import agreement
 
 
 @dataclass(slots=True)
@@ -125,6 +125,6 @@ class EngineStats:
             connectors=scheduler.kv.connectors.stats() if scheduler.kv.connectors else {},
             accepted_per_position=self.accepted_per_position[:],
             drafter_failures=speculator.failures if speculator else 0,
-            drafting_seconds=speculator.savings.drafting if speculator else 0.0,
-            time_saved_seconds=speculator.savings.saved if speculator else 0.0,
+            drafting_seconds=speculator.drafting_seconds if speculator else 0.0,
+            time_saved_seconds=speculator.saved_seconds if speculator else 0.0,
         )

@@ -26,6 +26,7 @@ from octavo.sampling.params import InvalidParameter
 from octavo.scheduler.request import AdmissionError, LatencyTarget
 from octavo.server import docs
 from octavo.server.access_log import log_access
+from octavo.server.api_keys import digest
 from octavo.server.body import Bodies
 from octavo.server.clients import Clients
 from octavo.server.config import ServeConfig
@@ -39,7 +40,6 @@ from octavo.server.errors import (
     reason_of,
 )
 from octavo.server.hosts import Hosts
-from octavo.server.keys import digest
 from octavo.server.metrics import Metrics
 from octavo.server.model import ServedModel
 from octavo.server.protocol import json

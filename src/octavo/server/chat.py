@@ -7,7 +7,6 @@ from octavo.sampling.params import InvalidParameter
 from octavo.server.config import ServeConfig
 from octavo.server.errors import ApiError
 from octavo.server.model import ServedModel
-from octavo.server.prompts import chat_prompt
 from octavo.server.protocol import (
     ChatChoice,
     ChatCompletion,
@@ -18,6 +17,7 @@ from octavo.server.protocol import (
     sampling_params,
 )
 from octavo.server.reply import Output, Reply, finish
+from octavo.server.request_prompts import chat_prompt
 
 
 def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Reply:

@@ -11,7 +11,6 @@ from octavo.server.config import ServeConfig
 from octavo.server.errors import ApiError
 from octavo.server.logprobs import CompletionLogprobsWriter
 from octavo.server.model import ServedModel
-from octavo.server.prompts import completion_prompts
 from octavo.server.protocol import (
     Completion,
     CompletionChoice,
@@ -22,6 +21,7 @@ from octavo.server.protocol import (
     sampling_params,
 )
 from octavo.server.reply import Output, Reply, finish
+from octavo.server.request_prompts import completion_prompts
 
 _DEFAULT_MAX_TOKENS = 16
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.scheduler.request import LatencyTarget
-from octavo.server.keys import SENDABLE, ApiKey, can_be_sent, check_distinct, unnamed
+from octavo.server.api_keys import SENDABLE, ApiKey, can_be_sent, check_distinct, unnamed
 from octavo.server.logs import FORMATS
 
 _ALLOWED_HOST = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*\.?|\[[0-9A-Fa-f:.]+\]", re.ASCII)

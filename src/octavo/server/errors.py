@@ -86,7 +86,7 @@ class ClientGone(Exception):
 
 
 def reason_of(status: int) -> str:
-    """Return the reason of `REJECTIONS` (metrics/requests.py) that a status alone tells."""
+    """Return the reason of `REJECTIONS` (metrics/request_metrics.py) that a status alone tells."""
     return _STATUSES[status][1]
 
 

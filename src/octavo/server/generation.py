@@ -20,10 +20,10 @@ from octavo.engine.outputs import Delta
 from octavo.engine.stream import EngineDead, Stream
 from octavo.sampling.params import InvalidParameter
 from octavo.scheduler.request import AdmissionError, FinishReason, LatencyTarget, RequestRecord
+from octavo.server.api_keys import ApiKey
 from octavo.server.config import ServeConfig
 from octavo.server.context import RequestContext
 from octavo.server.errors import ApiError, ClientGone, as_api_error, draining, too_many
-from octavo.server.keys import ApiKey
 from octavo.server.model import ServedModel
 from octavo.server.protocol import Slo
 from octavo.server.reply import Output, Reply

@@ -139,7 +139,7 @@ class GenerateRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
     # vLLM's extensions
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
-    # Without NUL, which ends the salt of an API key (keys.py).
+    # Without NUL, which ends the salt of an API key (api_keys.py).
     cache_salt: Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[^\0]*$")] | None = (
         None
     )

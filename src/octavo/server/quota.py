@@ -18,8 +18,8 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 
 from octavo.scheduler.request import Outcome, RequestRecord
+from octavo.server.api_keys import ApiKey
 from octavo.server.errors import ApiError, too_many
-from octavo.server.keys import ApiKey
 from octavo.words import plural
 
 _BYTES_PER_TOKEN = 4  # of ordinary text

@@ -13,8 +13,8 @@ from octavo.scheduler.request import FinishReason, Request, RequestRecord
 from octavo.server.errors import ApiError
 from octavo.server.logprobs import TokenDisplay
 from octavo.server.model import ServedModel
-from octavo.server.prompts import Prompt
 from octavo.server.protocol import Finish, GenerateRequest, Usage, json
+from octavo.server.request_prompts import Prompt
 
 
 class Output:

@@ -22,8 +22,8 @@ from octavo.server.context import RequestContext
 from octavo.server.errors import ApiError, unavailable
 from octavo.server.generation import GenerateCall, Prepare
 from octavo.server.model import ServedModel
-from octavo.server.prompts import chat_prompt
 from octavo.server.protocol import json
+from octavo.server.request_prompts import chat_prompt
 from octavo.server.workers import Kind, work_on
 
 if TYPE_CHECKING:

@@ -31,11 +31,11 @@ from octavo.engine.config import EngineConfig
 from octavo.engine.load import LoadedEngine
 from octavo.engine.sampling_defaults import sampling_defaults
 from octavo.scheduler.policies.config import POLICIES
+from octavo.server.api_keys import in_effect
 from octavo.server.app import App
 from octavo.server.clients import Clients
 from octavo.server.config import ServeConfig
 from octavo.server.connection import Connection
-from octavo.server.keys import in_effect
 from octavo.server.metrics import Metrics
 from octavo.server.model import ServedModel, public_name, utf8
 

@@ -1,4 +1,4 @@
-"""A draft model's file: read, and found to suit the target or refused."""
+"""Reads a draft model's file, and refuses one that does not suit the target."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from octavo.models.program import Program
 
 
 class DraftModel(NamedTuple):
-    """A draft model, read and found to suit the target; not yet in memory."""
+    """A draft model that was read and suits the target, but is not in memory yet."""
 
     checkpoint: Checkpoint
     program: Program
@@ -37,9 +37,10 @@ def read(
     executor: str,
     isa: str | None,
 ) -> DraftModel:
-    """``model`` is a known name, a path or a hub id, ``executor`` what runs it. Raises
-    `CheckpointError`, for weights that do not fit together too, and `ValueError` for another
-    vocabulary than the target's.
+    """Read a draft model, known by a name, a path or a hub id, that ``executor`` will run.
+
+    Raises `CheckpointError`, also for weights that do not fit together, and `ValueError` if its
+    vocabulary is not the target's.
     """
     checkpoint = octavo.loader.load(Path(pull.resolve(model)))
     check_vocabulary(checkpoint, target)
@@ -52,7 +53,7 @@ def read(
 
 
 def check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
-    """Token by token; raises `ValueError` with the first one that differs."""
+    """Compare the vocabularies. Raises `ValueError` naming the first token that differs."""
     ours, theirs = draft.config.vocab_size, target.config.vocab_size
     if ours != theirs:
         raise ValueError(

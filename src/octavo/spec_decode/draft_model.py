@@ -1,4 +1,4 @@
-"""A smaller model of the same vocabulary guesses token after token, for all sequences at once.
+"""Drafts by a smaller model of the same vocabulary, token by token, for all sequences at once.
 
 Leviathan et al., "Fast inference from transformers via speculative decoding", 2023.
 """
@@ -10,109 +10,86 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo.executor.base import Batch, Executor, StepResult
+from octavo.executor.base import Batch
 from octavo.kv_cache.cache import KvCache, peak_blocks
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.families import program
-from octavo.sampling.sampler import Sampler
-from octavo.scheduler.batching import Scheduled
 from octavo.scheduler.request import RequestRecord
 from octavo.scheduler.sequence import Sequence as Seq
 from octavo.scheduler.sequence import Status
+from octavo.spec_decode import tuning
 from octavo.spec_decode.draft_checkpoint import DraftModel
-from octavo.spec_decode.drafter import NO_DRAFT, Draft, Target
-from octavo.spec_decode.guess import Guess, draw_next
-
-_FEW = 32  # tokens not seen yet, with which a sequence takes part at once
-_CATCH_UP = 128  # tokens a step, of texts that are read from their beginning
-_IDLE = 64  # steps without drafting after which a cache may make place for another text
-
-
-def make(target: Target, draft: DraftModel, num_blocks: int) -> DraftModelDrafter:
-    """The drafter, in memory, with so many blocks of cache."""
-    checkpoint, layout = draft.checkpoint, draft.layout
-    limits, executor = target.scheduler.config, target.executor
-    context = min(limits.max_model_len, checkpoint.config.context_length)
-    kv = KvCache(
-        layout,
-        num_blocks,
-        limits.max_num_seqs,
-        -(-context // layout.block_size),
-        enable_prefix_caching=limits.enable_prefix_caching,
-    )
-    drafting = executor.companion(
-        checkpoint,
-        program(checkpoint.config, context),
-        layout,
-        num_blocks=num_blocks,
-        max_tokens=limits.max_num_batched_tokens,
-        max_logits_rows=limits.max_num_seqs,
-        max_seqs=limits.max_num_seqs,
-        max_blocks_per_seq=kv.tables.shape[2],
-    )
-    checkpoint.release()  # the executor has its own packed copy
-    return DraftModelDrafter(
-        drafting, kv, target.sampler, context=context, with_probabilities=target.rejection
-    )
+from octavo.spec_decode.drafter import NO_DRAFT, Draft, ModelDrafter, Target
+from octavo.spec_decode.partial_draft import PartialDraft, extend, next_batch
+from octavo.spec_decode.replay import agreement
 
 
 def needed_blocks(layout: KvLayout, num_tokens: int) -> int:
-    """Blocks that must be free for a text to be read: its own, and of each group one for drafts."""
+    """Return the blocks that must be free to read a text: its own, and one per group for drafts."""
     return peak_blocks(layout, num_tokens) + len(layout.groups)
 
 
-class _Cache:
-    """A sequence in the draft model's cache; the cache's ``num_tokens`` of it are known to agree
-    with the sequence.
+class _DraftCache:
+    """A sequence's slot in the draft model's cache. The tokens that the cache counts are the
+    sequence's own.
     """
 
     __slots__ = ("drafted", "slot", "used")
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
-        self.drafted: list[int] = []  # written behind these, right or wrong
-        self.used = 0  # when it took part last
+        self.drafted: list[int] = []  # written behind the sequence's tokens, right or wrong
+        self.used = 0  # the last step it took part in
 
 
 class _Span(NamedTuple):
     """Tokens of a sequence for the first pass, and how many to draft behind them."""
 
     seq: Seq
-    cache: _Cache
+    cache: _DraftCache
     start: int
     size: int
     most: int
 
 
-class DraftModelDrafter:
-    """Implements `ModelDrafter`.
+class DraftModelDrafter(ModelDrafter):
+    """Drafts by a smaller model with a cache of its own.
 
     Each draft is what the target's sampler, with the state it will have, draws from the draft
-    model's logits: same random numbers, penalties and masks, so that where the distributions are
-    alike the tokens are the same. ``context``: tokens that the draft model takes.
-    ``with_probabilities``: drafts say what they were drawn from.
+    model's logits: with the same random numbers, penalties and masks, so where the two models'
+    distributions are alike the tokens are the same.
 
-    The cache is of the draft model alone. A sequence enters it when it is first drafted for, its
-    text in pieces, and leaves it when it ends, is preempted, or others need the blocks and it was
-    used least recently: it is then read again.
+    A sequence enters the cache when it is first drafted for, its text in pieces. It leaves the
+    cache when it ends, is preempted, or was used least recently when others need blocks; then it is
+    read again.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        kv: KvCache,
-        sampler: Sampler,
-        *,
-        context: int,
-        with_probabilities: bool = False,
-    ) -> None:
-        self.kv = kv
-        self._executor = executor
-        self._sampler = sampler
-        self._context = context
-        self._with_probabilities = with_probabilities
-        self._caches: dict[Seq, _Cache] = {}
-        self._found: dict[Seq, int] = {}  # tokens that others have left of texts without a cache
+    def __init__(self, target: Target, draft: DraftModel, num_blocks: int) -> None:
+        """Load the draft model into memory with ``num_blocks`` blocks of cache."""
+        limits = target.scheduler.config
+        self._context = min(limits.max_model_len, draft.checkpoint.config.context_length)
+        self.kv = KvCache(
+            draft.layout,
+            num_blocks,
+            limits.max_num_seqs,
+            -(-self._context // draft.layout.block_size),
+            enable_prefix_caching=limits.enable_prefix_caching,
+        )
+        self._executor = target.executor.companion(
+            draft.checkpoint,
+            program(draft.checkpoint.config, self._context),
+            draft.layout,
+            num_blocks=num_blocks,
+            max_tokens=limits.max_num_batched_tokens,
+            max_logits_rows=limits.max_num_seqs,
+            max_seqs=limits.max_num_seqs,
+            max_blocks_per_seq=self.kv.tables.shape[2],
+        )
+        draft.checkpoint.release()  # the executor has its own packed copy
+        self._sampler = target.sampler
+        self._rejection = target.rejection
+        self._caches: dict[Seq, _DraftCache] = {}
+        self._found: dict[Seq, int] = {}  # tokens of texts without a slot that the cache has
         self._step = 0
 
     def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
@@ -123,53 +100,48 @@ class DraftModelDrafter:
         spans = self._plan(decoding, counts)
         if not spans:
             return [NO_DRAFT] * len(decoding)
-        result = self._executor.execute(self._batch(spans))
+        result = self._executor.execute(self._first_batch(spans))
         for seq, cache, _, size, _ in spans:
             self.kv.advance(cache.slot, size)
             self.kv.register(cache.slot, seq.token_ids)
-        guesses = {
-            span.seq: Guess.begin(span.seq, span.most, probabilities=self._with_probabilities)
+        drafts = {
+            span.seq: PartialDraft.begin(span.seq, span.most, probabilities=self._rejection)
             for span in spans
             if span.most
         }
-        going = list(guesses.values())
-        while going := draw_next(self._sampler, result, going):
-            for guess in going:
-                self._caches[guess.seq].drafted.append(guess.last_token)
-            result = self._executor.execute(self._next(going))
-        return [guesses[seq].draft() if seq in guesses else NO_DRAFT for seq in decoding]
-
-    # What is computed
+        going = list(drafts.values())
+        passes = 0
+        while going := extend(self._sampler, result, going):
+            caches = [self._caches[draft.seq] for draft in going]
+            for draft, cache in zip(going, caches, strict=True):
+                cache.drafted.append(draft.last_token)
+            slots = np.array([cache.slot for cache in caches], np.int32)
+            copies = self.kv.take_copies()
+            result = self._executor.execute(next_batch(going, slots, passes, self.kv, copies))
+            passes += 1
+        return [drafts[seq].draft() if seq in drafts else NO_DRAFT for seq in decoding]
 
     def _plan(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[_Span]:
-        """Who takes part: first those that lack few tokens, then texts that are being read."""
-        left = self._executor.max_tokens
+        """Return who takes part: first those that lack few tokens, then texts to be read."""
         spans: list[_Span] = []
-        behind: list[tuple[Seq, int]] = []
-        for seq, asked in zip(decoding, counts, strict=True):
-            count = min(asked, self._context - len(seq.token_ids) + 1)
-            if count < 1:
+        behind: list[tuple[int, int, Seq, int]] = []  # tokens missing, order, sequence, count
+        left = self._executor.max_tokens
+        for seq, count in zip(decoding, counts, strict=True):
+            most = min(count, self._context - len(seq.token_ids) + 1)
+            if most < 1:
                 continue
             cache = self._caches.get(seq)
-            if cache is None:
-                behind.append((seq, count))
-                continue
-            self._settle(seq, cache)
-            start = int(self.kv.num_tokens[cache.slot])
-            size = len(seq.token_ids) - start
-            if size > _FEW:
-                behind.append((seq, count))
-            elif size <= left and self._reserve(cache, size):
-                more = self.kv.capacity(cache.slot) - size
-                count = min(count, 1 + more)
-                self.kv.reserve(cache.slot, size + count - 1)
-                cache.used = self._step
-                spans.append(_Span(seq, cache, start, size, count))
-                left -= size
-        left = min(left, _CATCH_UP)
-        behind.sort(key=lambda each: self._missing(each[0]))  # a long text keeps nobody waiting
+            if cache is not None:
+                self._settle(seq, cache)
+            missing = self._missing(seq)
+            if cache is None or missing > tuning.DRAFT_MODEL_FEW_TOKENS:
+                behind.append((missing, len(behind), seq, most))
+            elif missing <= left and self._make_room(cache, missing):
+                spans.append(self._span(seq, cache, missing, most))
+                left -= missing
+        left = min(left, tuning.DRAFT_MODEL_READING_TOKENS)
         reading: set[RequestRecord] = set()  # its other choices find what this one leaves
-        for seq, count in behind:
+        for missing, _, seq, most in sorted(behind):  # a long text keeps nobody waiting
             cache = self._caches.get(seq)
             if left < 1 or (cache is None and seq.owner in reading):
                 continue
@@ -177,88 +149,68 @@ class DraftModelDrafter:
             if cache is None:
                 continue
             reading.add(seq.owner)
-            start = int(self.kv.num_tokens[cache.slot])
-            missing = len(seq.token_ids) - start
-            room = self.kv.capacity(cache.slot)
-            size = min(missing, left, room)
-            if size < 1:
-                continue
-            count = min(count, 1 + room - size) if size == missing else 0
-            self.kv.reserve(cache.slot, size + max(0, count - 1))
-            cache.used = self._step
-            spans.append(_Span(seq, cache, start, size, count))
-            left -= size
-        if reading or self._step % _IDLE == 0:
+            missing = self._missing(seq)
+            size = min(missing, left, self.kv.capacity(cache.slot))
+            if size >= 1:
+                spans.append(self._span(seq, cache, size, most if size == missing else 0))
+                left -= size
+        if reading or self._step % tuning.DRAFT_MODEL_IDLE_STEPS == 0:
             self._found.clear()  # others may find more, or what they found is gone
         return spans
 
-    def _batch(self, spans: list[_Span]) -> Batch:
-        """The first pass; logits behind each text that is whole."""
-        sizes = [span.size for span in spans]
-        offsets = np.cumsum([0, *sizes], dtype=np.int32)
+    def _span(self, seq: Seq, cache: _DraftCache, size: int, most: int) -> _Span:
+        """Reserve places for ``size`` tokens and, as far as there is room, a draft behind them."""
+        most = min(most, 1 + self.kv.capacity(cache.slot) - size)
+        self.kv.reserve(cache.slot, size + max(0, most - 1))
+        cache.used = self._step
+        return _Span(seq, cache, int(self.kv.num_tokens[cache.slot]), size, most)
+
+    def _first_batch(self, spans: list[_Span]) -> Batch:
+        """Return the first pass, with logits behind each text that is complete."""
+        offsets = np.cumsum([0, *(span.size for span in spans)], dtype=np.int32)
         tokens = [span.seq.token_ids[span.start : span.start + span.size] for span in spans]
         positions = [np.arange(span.start, span.start + span.size) for span in spans]
-        ends = offsets[1:] - 1
         return Batch(
             np.concatenate(tokens, dtype=np.int32),
             np.concatenate(positions, dtype=np.int32),
             offsets,
             np.array([span.cache.slot for span in spans], np.int32),
             self.kv.tables,
-            ends[[span.most > 0 for span in spans]],
-            self.kv.take_copies(),
-        )
-
-    def _next(self, guesses: list[Guess]) -> Batch:
-        """A further pass: the token drafted last of each."""
-        count = np.arange(len(guesses) + 1, dtype=np.int32)
-        caches = [self._caches[guess.seq] for guess in guesses]
-        slots = np.array([cache.slot for cache in caches], np.int32)
-        drafted = np.array([len(cache.drafted) for cache in caches], np.int32)
-        return Batch(
-            np.array([guess.last_token for guess in guesses], np.int32),
-            self.kv.num_tokens[slots] + drafted - 1,
-            count,
-            slots,
-            self.kv.tables,
-            count[:-1],
+            (offsets[1:] - 1)[[span.most > 0 for span in spans]],
             self.kv.take_copies(),
         )
 
     # The cache
 
-    def _settle(self, seq: Seq, cache: _Cache) -> None:
-        """Of what was drafted last, the tokens that came stay; the rest is written over."""
+    def _settle(self, seq: Seq, cache: _DraftCache) -> None:
+        """Keep the tokens drafted last that became output; the others will be overwritten."""
         start = int(self.kv.num_tokens[cache.slot])
-        right = 0
         # The sequence's last token is always computed, for its logits.
-        for guess, token in zip(cache.drafted, seq.token_ids[start:-1], strict=False):
-            if guess != token:
-                break
-            right += 1
+        right = agreement(cache.drafted, seq.token_ids[start:-1])
         cache.drafted.clear()
         self.kv.advance(cache.slot, right)
         self.kv.trim(cache.slot)
         self.kv.register(cache.slot, seq.token_ids)
 
-    def _open(self, seq: Seq) -> _Cache | None:
-        """A cache for a text, if it has place beside the others, but for those long unused."""
+    def _open(self, seq: Seq) -> _DraftCache | None:
+        """Open a slot for a text if it fits beside the others, except those unused for long."""
         kv = self.kv
         salt = seq.owner.cache_salt
-        hit = kv.lookup(seq.token_ids, salt)
-        need = needed_blocks(kv.layout, len(seq.token_ids)) - kv.blocks_in_use(hit)
-        while need > kv.pool.num_free or not kv.num_free_slots:
+        while True:
+            hit = kv.lookup(seq.token_ids, salt)
+            need = needed_blocks(kv.layout, len(seq.token_ids)) - kv.blocks_in_use(hit)
+            if need <= kv.pool.num_free and kv.num_free_slots:
+                break
             idle = self._least_used()
-            if idle is None or self._caches[idle].used > self._step - _IDLE:
+            if idle is None or self._caches[idle].used > self._step - tuning.DRAFT_MODEL_IDLE_STEPS:
                 return None
             self._drop(idle)
-            hit = kv.lookup(seq.token_ids, salt)
         self._found.pop(seq, None)
-        cache = self._caches[seq] = _Cache(kv.open(hit, salt))
+        cache = self._caches[seq] = _DraftCache(kv.open(hit, salt))
         return cache
 
-    def _reserve(self, cache: _Cache, count: int) -> bool:
-        """Place for ``count`` tokens, if need be that of who was used least recently."""
+    def _make_room(self, cache: _DraftCache, count: int) -> bool:
+        """Reserve places for ``count`` tokens, if necessary those of the least recently used."""
         while not self.kv.reserve(cache.slot, count):
             idle = self._least_used(cache)
             if idle is None:
@@ -266,38 +218,35 @@ class DraftModelDrafter:
             self._drop(idle)
         return True
 
-    def _least_used(self, but: _Cache | None = None) -> Seq | None:
-        """Who was used least recently and takes no part in this step; of several, who came last."""
+    def _least_used(self, but: _DraftCache | None = None) -> Seq | None:
+        """Return the sequence that was used least recently and takes no part in this step; of
+        several, the one that came last.
+        """
         idle = [
-            (-cache.used, seq.order, seq)
+            seq
             for seq, cache in self._caches.items()
             if cache is not but and cache.used < self._step
         ]
-        return max(idle, key=lambda each: each[:2])[2] if idle else None
+        return max(idle, key=lambda seq: (-self._caches[seq].used, seq.order), default=None)
 
     def _drop(self, seq: Seq) -> None:
         self.kv.close(self._caches.pop(seq).slot)
 
     # The rest of the protocol
 
-    def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
-        """Nothing: what came is seen in the sequences."""
-
     def unread(self, seq: Seq) -> int:
-        """As `Reading` says: what the sequence's cache has not, or the prefixes of others."""
+        """As `ModelDrafter` says: what neither the sequence's slot nor a cached prefix has."""
         cache = self._caches.get(seq)
         return self._missing(seq) - (len(cache.drafted) if cache else 0)
 
     def _missing(self, seq: Seq) -> int:
-        """Tokens that are in no cache."""
-        cache = self._caches.get(seq)
-        if cache is not None:
-            return len(seq.token_ids) - int(self.kv.num_tokens[cache.slot])
-        found = self._found.get(seq)
-        if found is None:
+        """Return the number of the sequence's tokens that are not in the cache."""
+        if seq in self._caches:
+            return len(seq.token_ids) - int(self.kv.num_tokens[self._caches[seq].slot])
+        if seq not in self._found:
             hit = self.kv.lookup(seq.token_ids, seq.owner.cache_salt)
-            found = self._found[seq] = hit.num_tokens
-        return len(seq.token_ids) - found
+            self._found[seq] = hit.num_tokens
+        return len(seq.token_ids) - self._found[seq]
 
     def end(self, seq: Seq) -> None:
         self._found.pop(seq, None)
@@ -305,7 +254,7 @@ class DraftModelDrafter:
             self._drop(seq)
 
     def check_integrity(self) -> None:
-        """The cache's accounts agree; `RuntimeError` otherwise."""
+        """Raise `RuntimeError` unless every slot and block is free or held for a sequence."""
         kv = self.kv
         if len(self._caches) + kv.num_free_slots != len(kv.num_tokens):
             raise RuntimeError("a slot of the draft model's cache is neither free nor a sequence's")

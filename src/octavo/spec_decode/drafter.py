@@ -1,4 +1,4 @@
-"""What guesses, from the text alone or by computing.
+"""The interfaces of drafters, and what a draft is.
 
 A user's own drafter is one class with the four methods of `Drafter`.
 """
@@ -16,19 +16,21 @@ from octavo.scheduler.batching import Distributions, Scheduled
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.sequence import Sequence as Seq
 
+NUM_CLASSES = 16  # of evidence
+
 
 class Draft(NamedTuple):
     """A guess at a sequence's next tokens.
 
-    ``evidence`` is a class of the drafter's own, from 0 to 15, that says how much speaks for the
-    guess (say, how long a match it rests on): how often guesses are right is learned for each class
-    apart. ``alternatives`` are other guesses at the same tokens, each from the first on, the best
-    first; they are checked in the same pass, as branches of a tree. ``probabilities``
-    [len(token_ids), vocabulary], an array or its rows, are those that the tokens were drawn by, for
-    the rule that weighs them against the target's (rejection); None: the guess was certain, as far
-    as the drafter goes. With ``probabilities``, whether a token is in the draft may depend on the
-    tokens before it but not on what was drawn for it, or such tokens come too often or too rarely;
-    without, the drafter is free.
+    ``evidence``, from 0 to 15, is a class that the drafter chooses by how much supports the guess,
+    for example by the length of a match: acceptance is learned for each class separately.
+    ``alternatives`` are other guesses at the same tokens, the best first; each starts at the first
+    token. They are verified in the same pass, as branches of a tree. ``probabilities``
+    [len(token_ids), vocabulary], an array or a sequence of rows, are the distributions that the
+    tokens were drawn from; rejection sampling compares them with the target's. None means that the
+    drafter is certain of its tokens. With ``probabilities``, whether a token is in the draft may
+    depend on the tokens before it but not on what was drawn for it; otherwise such tokens would
+    come too often or too rarely. Without them a drafter is free to choose.
     """
 
     token_ids: Sequence[int]
@@ -42,112 +44,91 @@ NO_DRAFT = Draft(())
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses for sequences that decode, all those of a step at once.
+    """Drafts from the text alone, for all decoding sequences of a step at once.
 
-    Sequences go by a number. What a drafter returns never changes the output (where drafts are
-    checked by rejection, its distribution), only how soon it comes. One that raises, or returns
-    what are no tokens, is not asked again. Called on the engine's thread, between steps: it must be
-    quick.
+    Sequences are identified by a number. What a drafter returns changes only how soon the output
+    comes, never the output (under rejection, never its distribution). A drafter that raises, or
+    that returns invalid tokens, is not asked again. It is called on the engine's thread between
+    steps, so it must be quick.
     """
 
     def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
-        """A sequence begins to decode: its prompt and first tokens, or, of a long text, the
-        beginning; the rest comes with `extend`. What one sequence teaches may serve another only if
-        both have the same ``cache_salt``.
+        """Begin a sequence with its prompt and first tokens, or with the beginning of a long text,
+        whose rest comes by `extend`. What is learned from one sequence may be used for another only
+        if both have the same ``cache_salt``.
         """
         ...
 
     def extend(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """The tokens that have come since."""
+        """Append the tokens that have come since the last call."""
         ...
 
     def propose(self, sequences: Sequence[int], counts: Sequence[int]) -> Sequence[Draft]:
-        """A draft for each of the sequences, of at most so many tokens; shorter or none is fine.
-        A count of 0: its text has not all been told.
+        """Return a draft for each sequence, of at most the given number of tokens; it may be
+        shorter or empty. A count is 0 while the sequence's text has not been given completely.
         """
         ...
 
     def end(self, sequence: int) -> None:
-        """The sequence is over; its number does not come again."""
+        """Forget the sequence. Its number is not used again."""
         ...
 
 
 class Target(NamedTuple):
-    """The model that drafts are checked by, loaded: what a `ModelDrafter` is made for."""
+    """The loaded model that verifies the drafts, which a `ModelDrafter` is made for."""
 
     checkpoint: Checkpoint
     program: Program
     executor: Executor
-    scheduler: Scheduler  # its ``kv`` and ``config`` too
+    scheduler: Scheduler  # with its ``kv`` and ``config``
     sampler: Sampler
-    rejection: bool = False  # whether drafts are checked by rejection: with probabilities
+    rejection: bool = False  # drafts are verified by rejection, and come with probabilities
 
 
-class ModelDrafter(Protocol):
-    """Guesses by computing, for all sequences of a step at once.
+class ModelDrafter:
+    """Base class of drafters that see the scheduler's own sequences; most of them run a model.
 
-    It sees the scheduler's own sequences: ``token_ids``, of which the last has not been through the
-    target, ``slot`` (of the target's cache; another one after a preemption) and
-    ``output.sampler``, the `SamplerState` behind the last token. It changes none of them: to draw
-    as the target will draw, with its random numbers and penalties, it draws with a fork of the
-    state. As with a `Drafter` nothing it does changes an output, and one that raises is not asked
-    again.
+    A drafter may read a sequence's ``token_ids`` (the last of which the target has not computed
+    yet), ``slot`` (in the target's cache; a preemption changes it) and ``output.sampler`` (the
+    `SamplerState` behind the last token), and changes none of them. To draw tokens as the target
+    will, with the same random numbers and penalties, it forks the sampler's state. As with a
+    `Drafter`, nothing it does changes an output, and it is not asked again after an exception.
     """
-
-    def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> Sequence[Draft]:
-        """A draft for each of the sequences, of at most so many tokens; shorter or none is fine,
-        and where the count is 0 it is none.
-        """
-        ...
-
-    def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
-        """A step has been computed and its samples drew ``runs``; nothing is committed yet."""
-        ...
-
-    def end(self, seq: Seq) -> None:
-        """The sequence is over, known or not."""
-        ...
-
-    def close(self) -> None:
-        """Gives memory and threads back."""
-        ...
-
-
-@runtime_checkable
-class Eager(ModelDrafter, Protocol):
-    """A `ModelDrafter` that may begin its next drafts before they are asked for."""
 
     @property
     def begun(self) -> bool:
-        """Whether it has: as many and as long as the last ones that it was asked for, at most."""
-        ...
+        """Whether the next drafts are being made already, at most as many and as long as the last
+        ones.
+        """
+        return False
+
+    def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> Sequence[Draft]:
+        """Return a draft for each sequence, of at most the given number of tokens; it may be
+        shorter or empty. Where the count is 0 it must be empty.
+        """
+        raise NotImplementedError
+
+    def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
+        """Take note of a step whose samples drew ``runs``, before these are committed."""
 
     def begin(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
-        """As `observe`, in its place where drafts were checked in the step and the next one is to
-        have some too: the next drafts may be ``begun``, which `propose` then has the rest of.
+        """As `observe`, after a step with drafts that will probably be followed by another: the
+        drafter may start on the next drafts.
         """
-        ...
+        self.observe(scheduled, result, runs)
 
-    def give_up(self) -> None:
-        """The drafts that are begun will not be asked for."""
-        ...
-
-
-@runtime_checkable
-class Holding(Protocol):
-    """A `ModelDrafter` with a cache of its own."""
-
-    def check_integrity(self) -> None:
-        """Free + referenced blocks = all blocks, and none is held for a sequence that is over;
-        `RuntimeError` otherwise. Nearly free when it holds nothing.
-        """
-        ...
-
-
-@runtime_checkable
-class Reading(Protocol):
-    """A `ModelDrafter` that has to read a sequence's text before it can draft for it."""
+    def cancel(self) -> None:
+        """Give up the drafts that were begun."""
 
     def unread(self, seq: Seq) -> int:
-        """Tokens that it would have to read, if it were asked now; about."""
-        ...
+        """Return about how many tokens of the sequence must be read before it is drafted for."""
+        return 0
+
+    def end(self, seq: Seq) -> None:
+        """Forget the sequence, known or not."""
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` unless all memory is free or held for a live sequence."""
+
+    def close(self) -> None:
+        """Release memory and threads."""

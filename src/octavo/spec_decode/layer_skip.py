@@ -1,4 +1,4 @@
-"""Some of the target's own layers guess what all of them will say.
+"""Drafts by some of the target's own layers.
 
 Zhang et al., "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative
 Decoding", 2023, and, with the target's cache, Elhoushi et al., "LayerSkip: Enabling Early Exit
@@ -11,110 +11,78 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from octavo.executor.base import Batch, Executor, Int32, StepResult
-from octavo.kv_cache.cache import NO_COPIES, KvCache
+from octavo.executor.base import StepResult
+from octavo.kv_cache.cache import NO_COPIES
 from octavo.models.program import Program
 from octavo.models.subset import keep_layers
-from octavo.sampling.sampler import Sampler
-from octavo.scheduler.batching import Scheduled
 from octavo.scheduler.sequence import Sequence as Seq
-from octavo.spec_decode.drafter import NO_DRAFT, Draft, Target
-from octavo.spec_decode.guess import Guess, draw_next
+from octavo.spec_decode.drafter import NO_DRAFT, Draft, ModelDrafter, Target
+from octavo.spec_decode.partial_draft import PartialDraft, extend, next_batch
 
 
-class LayerSkipDrafter:
-    """Implements `ModelDrafter`: a pass of ``layers`` for every token, all sequences at once.
+class LayerSkipDrafter(ModelDrafter):
+    """Runs a pass of some layers for every token, all sequences at once.
 
-    It needs no memory: its weights are the target's, and so is its cache. A pass reads what the
-    target has written for the layers that are kept, and writes behind it, where the target will
-    write when it checks the draft. The places are reserved for the time of drafting only. With
-    ``probabilities`` drafts say what they were drawn by.
+    It needs no memory: weights and cache are the target's. A pass reads what the target has written
+    for these layers, and writes behind it, where the target will write when it verifies the draft.
+    The places are reserved only while drafting.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        program: int,
-        kv: KvCache,
-        sampler: Sampler,
-        *,
-        probabilities: bool = False,
-    ) -> None:
-        self._executor = executor
-        self._program = program
-        self._kv = kv
-        self._sampler = sampler
-        self._probabilities = probabilities
+    def __init__(self, target: Target, layers: Sequence[int]) -> None:
+        """Raises as `subset` does."""
+        self._executor = target.executor
+        self._program = target.executor.add_program(subset(target.program, layers))
+        self._kv = target.scheduler.kv
+        self._sampler = target.sampler
+        self._rejection = target.rejection
 
     def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
         """As `ModelDrafter` says."""
         kv = self._kv
-        guesses: dict[int, Guess] = {}  # by index
+        drafts: dict[Seq, PartialDraft] = {}
         held: dict[int, int] = {}  # blocks, by slot
         try:
-            for index, (seq, count) in enumerate(zip(decoding, counts, strict=True)):
-                # The token behind the draft needs a place, too, when it is checked.
+            for seq, count in zip(decoding, counts, strict=True):
+                # The token behind the draft needs a place, too, when it is verified.
                 most = min(count, kv.capacity(seq.slot) - 1)
-                if most < 1 or len(guesses) == self._executor.max_logits_rows:
+                if most < 1 or len(drafts) == self._executor.max_logits_rows:
                     continue
                 held[seq.slot] = int(kv.num_blocks[seq.slot])
                 kv.reserve(seq.slot, most)
-                guesses[index] = Guess.begin(seq, most, probabilities=self._probabilities)
-            going = [*guesses.values()]
-            passes = 0
+                drafts[seq] = PartialDraft.begin(seq, most, probabilities=self._rejection)
+            going, passes = [*drafts.values()], 0
             while going:
-                result = self._execute(self._batch(going, passes))
-                going = draw_next(self._sampler, result, going)
+                going = extend(self._sampler, self._execute(going, passes), going)
                 passes += 1
         finally:
             for slot, num_blocks in held.items():
                 if kv.num_blocks[slot] != num_blocks:
                     kv.trim(slot)
                     kv.reserve(slot, 1)  # the next token's place, as it was
-        return [
-            guesses[index].draft() if index in guesses else NO_DRAFT
-            for index in range(len(decoding))
-        ]
+        return [drafts[seq].draft() if seq in drafts else NO_DRAFT for seq in decoding]
 
-    def _batch(self, going: list[Guess], passes: int) -> Batch:
+    def _execute(self, going: list[PartialDraft], passes: int) -> StepResult:
         kv = self._kv
-        if kv.connectors is not None and not passes:
-            kv.connectors.transfer()  # and so may those that go to another tier, or come from there
-        slots = np.array([each.seq.slot for each in going], np.int32)
-        counting = np.arange(len(going) + 1, dtype=np.int32)
-        # Blocks that are still to be copied for this step may be those that are read and written.
-        copies: Int32 = NO_COPIES if passes else kv.take_copies()
-        return Batch(
-            np.array([each.last_token for each in going], np.int32),
-            kv.num_tokens[slots] + np.int32(passes),
-            counting,
-            slots,
-            kv.tables,
-            counting[:-1],
-            copies,
-        )
-
-    def _execute(self, batch: Batch) -> StepResult:
+        slots = np.array([draft.seq.slot for draft in going], np.int32)
+        copies = NO_COPIES
+        if not passes:
+            # Blocks that are still to be copied or loaded for this step may be read and written.
+            if kv.connectors is not None:
+                kv.connectors.transfer()
+            copies = kv.take_copies()
         try:
-            return self._executor.execute(batch, self._program)
+            return self._executor.execute(
+                next_batch(going, slots, passes, kv, copies), self._program
+            )
         except Exception:
-            # Nothing has run, so what was to be copied still is.
-            self._kv.copies[:0] = [(source, to) for source, to in batch.copies.tolist()]
+            # Nothing has run, so the copies are still to be made.
+            kv.copies[:0] = [(source, to) for source, to in copies.tolist()]
             raise
-
-    def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
-        """Nothing: the target's pass has written over what was drafted."""
-
-    def end(self, seq: Seq) -> None:
-        """Nothing is held."""
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def subset(target: Program, layers: Sequence[int]) -> Program:
-    """The layers that guess. Raises `ValueError` for those that the target has not, or that are all
-    it has.
+    """Return the Program of the drafting layers. Raises `ValueError` for layers that the target
+    does not have, or if they are all that it has.
     """
     count = len(target.config.layers)
     try:
@@ -124,14 +92,3 @@ def subset(target: Program, layers: Sequence[int]) -> Program:
     if len(layers) == count:
         raise ValueError(f"speculative_config: layers are all {count} of the model")
     return program
-
-
-def make(target: Target, layers: Sequence[int]) -> LayerSkipDrafter:
-    """The drafter. Raises as `subset` does."""
-    return LayerSkipDrafter(
-        target.executor,
-        target.executor.add_program(subset(target.program, layers)),
-        target.scheduler.kv,
-        target.sampler,
-        probabilities=target.rejection,
-    )

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens where they occurred before.
+"""Prompt lookup: drafts what followed the last few tokens where they occurred before.
 
 Saxena, "Prompt Lookup Decoding" (2023). Text that quotes, edits or extracts repeats its source.
 """
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from octavo.spec_decode.drafter import NO_DRAFT, Draft
 
-_FEW = 8  # tokens up to which they are entered one by one
+_FEW = 8  # tokens; more are entered at once, which is faster
 
 
 def continued(text: list[int], at: int, count: int) -> list[int]:
-    """``count`` tokens from ``at`` on; where the text ends, it goes on as from ``at`` on: it then
-    repeats itself with that period.
+    """Return ``count`` tokens of the text from ``at`` on. A text that ends earlier is continued as
+    if it repeated itself from ``at`` on.
     """
     draft = text[at : at + count]
     while len(draft) < count:
@@ -22,8 +22,8 @@ def continued(text: list[int], at: int, count: int) -> list[int]:
     return draft
 
 
-class _Text:
-    """A sequence's tokens, and where each of their n-grams last ended with a token after it."""
+class _NgramText:
+    """A sequence's tokens, and for each n-gram the latest place behind it that has a token."""
 
     __slots__ = ("_ends", "tokens")
 
@@ -56,16 +56,14 @@ class _Text:
 
 
 class NgramDrafter:
-    """Looks up the longest of the last ``lowest`` to ``highest`` tokens that occurred before, in
-    its latest place.
-    """
+    """Looks up the latest place of the last ``highest`` tokens, or of fewer down to ``lowest``."""
 
     def __init__(self, lowest: int = 2, highest: int = 4) -> None:
         self._orders = range(lowest, highest + 1)
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, _NgramText] = {}
 
     def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
-        self._texts[sequence] = _Text(self._orders)
+        self._texts[sequence] = _NgramText(self._orders)
         self._texts[sequence].extend(token_ids)
 
     def extend(self, sequence: int, token_ids: Sequence[int]) -> None:

@@ -1,48 +1,40 @@
-"""What followed the longest end of the text that occurred before, there or in earlier answers.
+"""Suffix decoding: drafts what followed the longest end of the text that occurred before, in the
+same text or in earlier answers.
 
-The longest match is found as compressors find theirs (LZ77; hash chains as in RFC 1951, section 4):
-every pair of tokens knows where it occurred before, and of the latest of these places the one that
-agrees longest, backwards, is taken. While the text goes on as it did there, the match only grows,
-and nothing is searched. Of places that agree equally long, what followed most often counts
+Matches are found as compressors find them (LZ77; hash chains as in RFC 1951, section 4): every pair
+of tokens knows where it occurred before, and among the latest of these places the one that agrees
+longest, backwards, is taken. While the text goes on as it did there, the match only grows and
+nothing is searched. Among places that agree equally long, the most frequent next token decides
 (Oliaro et al., "SuffixDecoding", 2024).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from octavo.spec_decode.drafter import NO_DRAFT, Draft
 from octavo.spec_decode.ngram import continued
 
-_PLACES = 16  # looked at in a search
-_LONGEST = 64  # tokens of a match that are compared
-_REMEMBERED = 1_000_000  # tokens of answers, some 160 bytes each
+_MAX_PLACES = 16  # looked at in a search
+_MAX_MATCH = 64  # tokens of a match that are compared
+_MAX_ANSWER_TOKENS = 1_000_000  # of all earlier answers, some 160 bytes each
 
 
-class _Match:
-    """A place in a text before which it reads as at the end of the sequence."""
+class _SuffixText:
+    """Tokens, and for each place the previous one behind the same two tokens."""
 
-    __slots__ = ("length", "place", "text")
+    __slots__ = ("_earlier", "_latest", "num_answers", "tokens")
 
-    def __init__(self, text: _Text, place: int, length: int) -> None:
-        self.text = text
-        self.place = place
-        self.length = length
-
-
-class _Text:
-    """Tokens, and for each place the one before it that follows the same two tokens."""
-
-    __slots__ = ("_earlier", "_latest", "tokens")
-
-    def __init__(self) -> None:
+    def __init__(self, token_ids: Sequence[int] = ()) -> None:
         self.tokens: list[int] = []
+        self.num_answers = 0  # that it was made of, if of any
         self._latest: dict[tuple[int, int], int] = {}
         self._earlier: list[int] = [0]  # 0: there is none
+        self.extend(token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """The last place is entered with the token after it."""
+        """Append tokens. The last place is entered only with the token after it."""
         tokens, latest, earlier = self.tokens, self._latest, self._earlier
         before = len(tokens)
         tokens.extend(token_ids)
@@ -55,194 +47,137 @@ class _Text:
             latest[pair] = place
             earlier.append(0)
 
-    def find(self, tokens: list[int]) -> _Match | None:
-        """The longest match of the end of ``tokens``."""
-        if len(tokens) < 2:
-            return None
-        place = self._latest.get((tokens[-2], tokens[-1]), 0)
-        text, earlier = self.tokens, self._earlier
-        places: list[int] = []
-        best, distinguishing = 2, tokens[-2]
-        for _ in range(_PLACES):
-            if not place:
-                break
-            if best <= place and text[place - best] == distinguishing:
-                length = self._agreement(tokens, place, best)
-                if length > best:
-                    places, best, distinguishing = [place], length, tokens[-length]
-                    if length == _LONGEST:
-                        break
-                elif length == best:
-                    places.append(place)
-            place = earlier[place]
-        if not places:
-            return None
-        if len(places) > 2:
-            votes: dict[int, int] = {}
-            for place in places:
-                votes[self.tokens[place]] = votes.get(self.tokens[place], 0) + 1
-            favourite = max(votes, key=votes.__getitem__)  # of equals, the one seen last
-            place = next(place for place in places if self.tokens[place] == favourite)
-            return _Match(self, place, best)
-        return _Match(self, places[0], best)
-
-    def others(self, tokens: list[int], token: int, most: int) -> list[int]:
-        """Up to ``most`` places before which it reads as at the end of ``tokens``, and where not
-        ``token`` follows but others, each another one: those that agree longest, of equals the
-        latest.
-        """
-        if len(tokens) < 2:
-            return []
-        place = self._latest.get((tokens[-2], tokens[-1]), 0)
-        text, earlier = self.tokens, self._earlier
-        lengths: dict[int, tuple[int, int]] = {}  # by the token that follows; and the place
-        for _ in range(_PLACES):
-            if not place:
-                break
-            following = text[place]
-            if following != token:
-                length = self._agreement(tokens, place, 2)
-                if length > lengths.get(following, (0, 0))[0]:
-                    lengths[following] = length, place
-            place = earlier[place]
-        best = sorted(lengths.values(), key=lambda entry: -entry[0])
-        return [place for _, place in best[:most]]
-
-    def _agreement(self, tokens: list[int], place: int, least: int) -> int:
-        """How many tokens before ``place`` are those at the end of ``tokens``; 0 if fewer than
-        ``least``. The last two are.
+    def matches(self, tokens: list[int]) -> list[tuple[int, int]]:
+        """Return the latest places behind the last two of ``tokens``, the latest first, each with
+        the number of tokens before it that are those at the end of ``tokens``.
         """
         text = self.tokens
-        if least > 2 and text[place - least : place] != tokens[-least:]:
-            return 0
-        length = least
-        most = min(place, len(tokens), _LONGEST)
-        while length < most and text[place - length - 1] == tokens[-length - 1]:
-            length += 1
-        return length
+        found: list[tuple[int, int]] = []
+        place = self._latest.get((tokens[-2], tokens[-1]), 0) if len(tokens) > 1 else 0
+        while place and len(found) < _MAX_PLACES:
+            length, most = 2, min(place, len(tokens), _MAX_MATCH)
+            while length < most and text[place - length - 1] == tokens[-length - 1]:
+                length += 1
+            found.append((place, length))
+            place = self._earlier[place]
+        return found
 
 
-class _Answers:
-    """Earlier answers of one salt, in parts: the oldest part is forgotten at once."""
+class _SuffixSequence:
+    """A sequence's text, and the match that it follows: ``length`` tokens before ``place`` in the
+    text ``source`` are those at the sequence's end.
+    """
 
-    def __init__(self) -> None:
-        self.parts: list[_Text] = []  # the youngest first
-        self._counts: list[int] = []
-
-    def add(self, token_ids: Sequence[int], most: int) -> None:
-        """A part holds up to ``most`` answers."""
-        if not self.parts or self._counts[0] >= most:
-            self.parts.insert(0, _Text())
-            self._counts.insert(0, 0)
-        self.parts[0].extend(token_ids)
-        self._counts[0] += 1
-
-    def forget(self) -> tuple[int, int]:
-        """The oldest part; how many answers and tokens it held."""
-        return self._counts.pop(), len(self.parts.pop().tokens)
-
-
-class _Sequence:
-    __slots__ = ("match", "salt", "started", "text")
+    __slots__ = ("length", "place", "salt", "source", "started", "text")
 
     def __init__(self, token_ids: Sequence[int], salt: str | None) -> None:
-        self.text = _Text()
-        self.text.extend(token_ids)
+        self.text = _SuffixText(token_ids)
         self.started = len(token_ids)
         self.salt = salt
-        self.match: _Match | None = None
+        self.source: _SuffixText | None = None
+        self.place = self.length = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
         self.text.extend(token_ids)
-        match = self.match
-        if match is not None:
-            tokens = match.text.tokens
-            for token in token_ids:
-                if match.place >= len(tokens) or tokens[match.place] != token:
-                    self.match = None
-                    break
-                match.place += 1
-                match.length += 1
+        if self.source is not None:
+            end = self.place + len(token_ids)
+            if self.source.tokens[self.place : end] == [*token_ids]:
+                self.place, self.length = end, self.length + len(token_ids)
+            else:
+                self.source = None
 
-    def draft(self, count: int, answers: _Answers | None, most_alternatives: int) -> Draft:
-        match = self.match
-        if match is None:
-            tokens = self.text.tokens
-            match = self.text.find(tokens)
-            for part in answers.parts if answers else ():
-                other = part.find(tokens)
-                if other is not None and (match is None or other.length > match.length):
-                    match = other
-            self.match = match
-            if match is None:
-                return NO_DRAFT
-        tokens, text = self.text.tokens, match.text.tokens
-        if match.text is self.text:
-            draft = continued(tokens, match.place, count)
+    def _search(self, answers: Sequence[_SuffixText]) -> None:
+        """Follow the longest match in the text or in the answers. Among places of one text that
+        agree equally long, the most frequent next token decides, then the latest place.
+        """
+        self.length = 0
+        for text in (self.text, *answers):
+            matches = text.matches(self.text.tokens)
+            longest = max((length for _, length in matches), default=0)
+            if longest > self.length:
+                places = [place for place, length in matches if length == longest]
+                ((favourite, _),) = Counter(text.tokens[at] for at in places).most_common(1)
+                self.source, self.length = text, longest
+                self.place = next(at for at in places if text.tokens[at] == favourite)
+
+    def draft(self, count: int, answers: Sequence[_SuffixText], most_alternatives: int) -> Draft:
+        if self.source is None:
+            self._search(answers)
+        if self.source is None:
+            return NO_DRAFT
+        tokens = self.text.tokens
+        if self.source is self.text:
+            draft = continued(tokens, self.place, count)
         else:
-            draft = text[match.place : match.place + count]
+            draft = self.source.tokens[self.place : self.place + count]
+        length = self.length
+        evidence = length if length <= 8 else min(15, 5 + length.bit_length())
         if not most_alternatives or not draft:
-            return Draft(draft, _evidence(match.length))
-        places = self.text.others(tokens, draft[0], most_alternatives)
-        alternatives = [continued(tokens, place, count) for place in places]
-        return Draft(draft, _evidence(match.length), alternatives)
-
-
-def _evidence(length: int) -> int:
-    return length if length <= 8 else min(15, 5 + length.bit_length())
+            return Draft(draft, evidence)
+        others: dict[int, int] = {}  # the best place by the token that follows
+        for place, _ in sorted(self.text.matches(tokens), key=lambda match: -match[1]):
+            if tokens[place] != draft[0]:
+                others.setdefault(tokens[place], place)
+        places = [*others.values()][:most_alternatives]
+        return Draft(draft, evidence, [continued(tokens, place, count) for place in places])
 
 
 class SuffixDrafter:
-    """``max_cached_requests``: how many earlier answers are searched too, at most a million tokens
-    of them. They serve requests of the same cache_salt only; how soon a token comes may then tell
-    of another's answer. The salt that went longest without an answer forgets first.
+    """Implements `Drafter`.
 
-    ``alternatives``: how many other guesses stand beside each draft, where the sequence's own text
-    has gone on otherwise.
+    ``max_cached_requests`` is how many earlier answers are searched too, at most a million tokens
+    of them. They serve only requests of the same cache_salt; within it, how soon a token comes may
+    reveal another request's answer. The salt without an answer for longest forgets first.
+
+    ``alternatives`` is how many other guesses come with each draft, from places where the
+    sequence's own text went on differently.
     """
 
     def __init__(self, max_cached_requests: int = 0, alternatives: int = 0) -> None:
         self._most = max_cached_requests
         self._alternatives = alternatives
-        self._sequences: dict[int, _Sequence] = {}
-        self._answers: OrderedDict[str | None, _Answers] = OrderedDict()
-        self._held = 0  # answers, and their tokens
-        self._held_tokens = 0
+        self._sequences: dict[int, _SuffixSequence] = {}
+        # By salt, the youngest last, in texts of several answers, the youngest first.
+        self._answers: OrderedDict[str | None, list[_SuffixText]] = OrderedDict()
+        self._held = self._held_tokens = 0  # answers, and their tokens
 
     def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
-        self._sequences[sequence] = _Sequence(token_ids, cache_salt)
+        self._sequences[sequence] = _SuffixSequence(token_ids, cache_salt)
 
     def extend(self, sequence: int, token_ids: Sequence[int]) -> None:
         self._sequences[sequence].extend(token_ids)
 
     def propose(self, sequences: Sequence[int], counts: Sequence[int]) -> list[Draft]:
-        known, answers = self._sequences, self._answers
         drafts: list[Draft] = []
         for number, count in zip(sequences, counts, strict=True):
-            sequence = known[number]
-            if count:
-                earlier = answers.get(sequence.salt)
-                drafts.append(sequence.draft(count, earlier, self._alternatives))
-            else:
-                drafts.append(NO_DRAFT)
+            sequence = self._sequences[number]
+            answers = self._answers.get(sequence.salt, ())
+            drafts.append(sequence.draft(count, answers, self._alternatives) if count else NO_DRAFT)
         return drafts
 
     def end(self, sequence: int) -> None:
         ended = self._sequences.pop(sequence)
         if self._most:
             # From the token on with which it began to decode.
-            self._remember(ended.salt, ended.text.tokens[ended.started - 1 :][-_REMEMBERED // 2 :])
+            answer = ended.text.tokens[ended.started - 1 :]
+            self._remember(ended.salt, answer[-_MAX_ANSWER_TOKENS // 2 :])
 
     def _remember(self, salt: str | None, answer: list[int]) -> None:
-        self._answers.setdefault(salt, _Answers()).add(answer, -(-self._most // 2))
+        """Add an answer, and forget the oldest texts of the oldest salt as long as there are too
+        many. A text holds up to half of all answers, so that forgetting one leaves others.
+        """
+        texts = self._answers.setdefault(salt, [])
         self._answers.move_to_end(salt)
+        if not texts or texts[0].num_answers >= -(-self._most // 2):
+            texts.insert(0, _SuffixText())
+        texts[0].extend(answer)
+        texts[0].num_answers += 1
         self._held += 1
         self._held_tokens += len(answer)
-        while self._held > self._most or self._held_tokens > _REMEMBERED:
+        while self._held > self._most or self._held_tokens > _MAX_ANSWER_TOKENS:
             oldest = next(iter(self._answers))
-            answers = self._answers[oldest]
-            count, num_tokens = answers.forget()
-            self._held -= count
-            self._held_tokens -= num_tokens
-            if not answers.parts:
+            text = self._answers[oldest].pop()
+            self._held -= text.num_answers
+            self._held_tokens -= len(text.tokens)
+            if not self._answers[oldest]:
                 del self._answers[oldest]

@@ -53,7 +53,7 @@ def test_heads_learn_and_draft(
     assert report["answers"] == 5
     assert (report["prompts_left_out"], report["why_left_out"]) == (0, None)
     heads = read_heads(tmp_path / "heads", checkpoint)
-    assert (heads.recurrent is not None) is recurrent
+    assert heads.recurrent is recurrent
     assert len(heads.token_map) == report["vocabulary"]
     prompts = [checkpoint.tokenizer.encode(each) for each in PROMPTS]
     params = SamplingParams(temperature=0.0, max_tokens=20)

@@ -1,8 +1,9 @@
 """Prometheus metrics under vLLM's names, with the prefix ``octavo:``.
 
-Two sources, so that no count is kept twice: `EngineStats`, read when Prometheus asks (engine.py),
-and each request's `RequestRecord`, read once when it ends (requests.py, slo.py). Only the gap
-between tokens is timed apart. Children are looked up by label at the start, not per token.
+Two sources, so that no count is kept twice: `EngineStats`, read when Prometheus asks
+(engine_metrics.py), and each request's `RequestRecord`, read once when it ends (request_metrics.py,
+slo_metrics.py). Only the gap between tokens is timed apart. Children are looked up by label at the
+start, not per token.
 
 docs/metrics.md lists them all.
 """
@@ -22,10 +23,10 @@ from octavo.engine.engine import Step
 from octavo.engine.stats import EngineStats
 from octavo.scheduler.request import LatencyTarget, RequestRecord
 from octavo.server.clients import Clients
-from octavo.server.metrics import engine
-from octavo.server.metrics.families import Families, Readings
-from octavo.server.metrics.requests import RequestMetrics
-from octavo.server.metrics.slo import SloMetrics
+from octavo.server.metrics import engine_metrics
+from octavo.server.metrics.metric_families import Families, Readings
+from octavo.server.metrics.request_metrics import RequestMetrics
+from octavo.server.metrics.slo_metrics import SloMetrics
 
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _STEP_TIME = (
@@ -72,7 +73,7 @@ class Metrics:
             ("handler", "method", "status"),
             registry=self.registry,
         )
-        families.read(stats, engine.GAUGES, engine.COUNTERS)
+        families.read(stats, engine_metrics.GAUGES, engine_metrics.COUNTERS)
         ProcessCollector(registry=self.registry)
         self._step_tokens = families.histogram(
             "iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS

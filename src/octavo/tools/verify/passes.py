@@ -15,8 +15,8 @@ from octavo.engine.engine import Step
 from octavo.engine.load import LoadedEngine
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import Outcome, Request, RequestRecord
+from octavo.spec_decode.replay import agreement
 from octavo.spec_decode.speculator import Speculator
-from octavo.spec_decode.verify import agreement
 from octavo.tools.verify.running import VerificationError, Watched
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.spec_decode.verify import replay
+from octavo.spec_decode.replay import replay
 
 FEW = st.integers(0, 2)  # so that guesses are often right
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.scheduler.request import LatencyTarget, RequestRecord, Standing, standing
-from octavo.server.metrics.families import Families
+from octavo.server.metrics.metric_families import Families
 
 _RESULTS: tuple[Standing, ...] = ("met", "missed", "shed", "aborted")
 _CLASSES = 16  # kinds of targets that clients ask for, with series of their own

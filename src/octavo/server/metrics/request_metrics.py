@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from octavo.scheduler.request import FinishReason, Outcome, RequestRecord
-from octavo.server.metrics.families import Families
+from octavo.server.metrics.metric_families import Families
 
 _TTFT = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from octavo.engine.stats import EngineStats
 from octavo.kv_cache.connectors import NAMES
 from octavo.kv_cache.connectors.base import ConnectorStats
-from octavo.server.metrics.families import Readings
+from octavo.server.metrics.metric_families import Readings
 
 
 def _external_hits(stats: EngineStats) -> int:

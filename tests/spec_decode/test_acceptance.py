@@ -1,57 +1,85 @@
-"""What alternatives are worth as it is learned, and the choice among drafts and alternatives."""
+"""How often drafts and alternatives are right is learned, and the choice among them."""
 
 from __future__ import annotations
 
 import random
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.spec_decode.branches import BranchRates, Offer
-from octavo.spec_decode.length import choose, choose_tree
-from spec_decode.test_length import SEASONED, seasoned
+from octavo.spec_decode.acceptance import Acceptance, Offer
+from octavo.spec_decode.draft_length import choose_lengths
+from octavo.spec_decode.drafter import Draft
+from spec_decode.test_draft_length import SEASONED, seasoned
 
 
-def test_rates_are_learned_by_rank_and_by_what_speaks_for_the_draft() -> None:
-    rates, rng = BranchRates(), random.Random(1)
-    draft, alternatives = [1, 2, 3], [[4, 5, 6], [7, 8, 9]]
+def test_acceptance_is_learned_by_position_and_evidence() -> None:
+    rng = random.Random(2)
+    acceptance, seq = Acceptance(), cast(Any, object())
+    rates = {1: 0.3, 5: 0.9}
+    for _ in range(3000):
+        evidence = rng.choice((1, 5))
+        run = list(range(9))
+        draft = [token if rng.random() < rates[evidence] else -1 for token in run[:8]]
+        acceptance.learn(("lookup", evidence), seq, draft, run)
+    for evidence, rate in rates.items():
+        gains = acceptance.gains(("lookup", evidence), None, 2)
+        assert gains == pytest.approx([rate, rate**2], rel=0.25)
+    assert len(acceptance.gains(("lookup", 1), None, 8)) < 5  # what is negligible is left out
+
+
+def test_who_guesses_worse_than_others_is_trusted_less() -> None:
+    rng = random.Random(3)
+    acceptance = Acceptance()
+    seqs = {0.9: cast(Any, object()), 0.2: cast(Any, object())}
+    for _ in range(500):
+        for rate, seq in seqs.items():
+            draft = [at if rng.random() < rate else -1 for at in range(4)]
+            acceptance.learn(("model", 3), seq, draft, range(5))
+    good, bad = (acceptance.gains(("model", 3), seq, 1)[0] for seq in seqs.values())
+    assert good > 0.7
+    assert bad < 0.4
+
+
+def test_alternatives_are_learned_by_rank() -> None:
+    acceptance, rng = Acceptance(), random.Random(1)
+    draft = Draft([1, 2, 3], 3, [[4, 5, 6], [7, 8, 9]])
     for _ in range(2000):
         # Of wrong drafts the first alternative has 60 in 100, the second 30; half go on.
         roll = rng.random()
         turn = 4 if roll < 0.6 else 7 if roll < 0.9 else 0
         goes_on = rng.random() < 0.5
-        rates.learn(3, draft, alternatives, [turn, turn + 1 if goes_on else 0])
-    first, second = rates.offers(0, 3, draft, alternatives, [0.2, 0.1, 0.1])
+        acceptance.learn_alternatives(draft, [1, 2, 3], [turn, turn + 1 if goes_on else 0])
+    first, second = acceptance.offers(0, draft, [0.2, 0.1, 0.1])
     assert first.gains[0] == pytest.approx(0.8 * 0.6, rel=0.15)
     assert second.gains[0] == pytest.approx(0.8 * 0.3, rel=0.25)
     assert first.gains[1] == pytest.approx(first.gains[0] / 2, rel=0.2)
-    other, _ = rates.offers(0, 2, draft, alternatives, [0.2, 0.1, 0.1])
-    assert other.gains[0] < 0.8 * 0.3  # of another class nothing is known
 
 
 def test_an_alternative_is_right_or_wrong_where_it_leaves_the_draft() -> None:
-    rates = BranchRates()
-    for _ in range(100):
-        rates.learn(0, [1, 2, 3], [[1, 5, 6]], [9])  # wrong before
-        rates.learn(0, [1, 2, 3], [[1, 5, 6]], [1, 2, 3, 4])  # never wrong
-        rates.learn(0, [1, 2, 3], [[1, 5, 6]], [1, 2])  # nor here: no more is known
+    acceptance, draft = Acceptance(), Draft([1, 2, 3], 0, [[1, 5, 6]])
     gains = [0.9, 0.4, 0.2]
-    (untaught,) = BranchRates().offers(0, 0, [1, 2, 3], [[1, 5, 6]], gains)
-    (taught,) = rates.offers(0, 0, [1, 2, 3], [[1, 5, 6]], gains)
+    for run in ([9], [1, 2, 3, 4], [1, 2]):  # wrong before, never, and not as far as is known
+        for _ in range(100):
+            acceptance.learn_alternatives(draft, [1, 2, 3], run)
+    (untaught,) = Acceptance().offers(0, draft, gains)
+    (taught,) = acceptance.offers(0, draft, gains)
     assert taught == untaught
     assert taught.start == 1
     assert taught.gains[0] == pytest.approx(0.5 * 0.25)
     for _ in range(100):
-        rates.learn(0, [1, 2, 3], [[1, 5, 6]], [1, 5])
-    (taught,) = rates.offers(0, 0, [1, 2, 3], [[1, 5, 6]], gains)
+        acceptance.learn_alternatives(draft, [1, 2, 3], [1, 5])
+    (taught,) = acceptance.offers(0, draft, gains)
     assert taught.gains[0] > 0.5 * 0.8
 
 
 def test_nothing_is_offered_where_the_draft_itself_is_not_worth_a_row() -> None:
-    assert BranchRates().offers(0, 0, [1, 2], [[1, 3]], [0.5]) == []
-    assert BranchRates().offers(0, 0, [1, 2], [[1, 2]], [0.5, 0.4]) == []
-    assert BranchRates().offers(0, 0, [1], [[2, 3]], [0.98]) == []  # it is next to certain
+    acceptance = Acceptance()
+    assert acceptance.offers(0, Draft([1, 2], 0, [[1, 3]]), [0.5]) == []
+    assert acceptance.offers(0, Draft([1, 2], 0, [[1, 2]]), [0.5, 0.4]) == []
+    assert acceptance.offers(0, Draft([1], 0, [[2, 3]]), [0.98]) == []  # it is next to certain
 
 
 def test_as_much_of_an_alternative_is_taken_as_gives_most_for_a_row() -> None:
@@ -76,7 +104,7 @@ def test_what_is_chosen_fits_and_is_no_worse_than_drafts_alone(data: st.DataObje
             own = [gain * 0.5**at for at in range(rng.randint(1, 6))]
             offers.append(Offer(sequence, rank, start, own))
     room = data.draw(st.integers(1, 40))
-    counts, branches = choose_tree(SEASONED, gains, offers, sequences, room)
+    counts, branches = choose_lengths(SEASONED, gains, sequences, room, offers)
     rows = sum(counts) + sum(1 + length for _, length in branches)
     assert rows <= room
     for offer, length in branches:
@@ -88,8 +116,6 @@ def test_what_is_chosen_fits_and_is_no_worse_than_drafts_alone(data: st.DataObje
         expected += sum(sum(offer.gains[: n - offer.start]) for offer, n in branches)
         return expected / SEASONED.predict(sequences + rows)
 
-    alone = choose(SEASONED, gains, sequences, room)
-    assert choose_tree(SEASONED, gains, [], sequences, room) == (alone, [])
     plain = sequences / SEASONED.predict(sequences)
     assert rows == 0 or speed(counts, branches, rows) > plain
 
@@ -98,8 +124,8 @@ def test_alternatives_are_checked_where_rows_are_cheap_and_not_where_they_are_de
     """On a machine that takes eight rows in the time of one, and one for which each row counts."""
     gains = [[0.4, 0.1, 0.02]]
     offers = [Offer(0, 0, 0, [0.3, 0.2])]
-    counts, branches = choose_tree(SEASONED, gains, offers, 1, 15)
+    counts, branches = choose_lengths(SEASONED, gains, 1, 15, offers)
     assert branches == [(offers[0], 2)]
     assert counts[0] >= 1
     many = seasoned(random.Random(0), [32, 33, 34, 36, 40, 48], noise=0)
-    assert choose_tree(many, gains * 32, offers, 32, 15)[1] == []
+    assert choose_lengths(many, gains * 32, 32, 15, offers)[1] == []

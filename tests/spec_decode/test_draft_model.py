@@ -383,7 +383,8 @@ def test_memory_is_planned_for_both(tmp_path: Path) -> None:
         executor = drafter._executor
         assert isinstance(executor, NativeExecutor)
         assert isinstance(both.engine.executor, NativeExecutor)
-        held = executor.kv_bytes + both.engine.executor.kv_bytes
+        both_executors = executor, both.engine.executor
+        held = sum(each.num_blocks * each.layout.block_bytes for each in both_executors)
         assert held == both.kv_cache_bytes <= 1 << 20
         assert both.draft is not None
         assert executor.weight_bytes == both.draft.weight_bytes

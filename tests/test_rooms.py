@@ -130,7 +130,7 @@ XFAIL_MODULES = {
     *("memory", "quantization", "replay", "report", "run", "scripted", "stream"),
 }
 XFAIL_CLASSES = {
-    *("Account", "Answer", "Batch", "Choice", "Counts", "Draft", "Figures", "Forecast"),
+    *("Answer", "Batch", "Choice", "Counts", "Draft", "Figures", "Forecast"),
     *("Kind", "KvCache", "Latency", "Layout", "Limits", "Load", "Outcome", "Parameter"),
     *("Phase", "Place", "Plan", "Recipe", "Sample", "Saturation", "Scheme", "Setting"),
     *("Slo", "Spread", "State", "Step", "Stored", "Target", "Tensor", "TensorInfo"),

@@ -450,7 +450,7 @@ def test_threads_share_out_rows_from_where_the_cost_model_says(threads: int) -> 
     meetings = []
     for more in (0, 1):
         driver.run(tokens_of(tiny.config(), CHUNK_ROWS * threads + more))
-        meetings.append(driver.executor.num_meetings)
+        meetings.append(driver.executor.profile().num_meetings)
     assert meetings[1] < 0.6 * meetings[0]
 
 

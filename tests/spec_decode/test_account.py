@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.spec_decode.account import Account
+from octavo.spec_decode.account import TimeAccount
 
 
 @settings(deadline=None)
@@ -16,7 +16,7 @@ from octavo.spec_decode.account import Account
 )
 def test_a_account_loses_no_more_than_it_may(speeds: list[tuple[int, float]], step: float) -> None:
     """However drafts turn out, and they may gain at first and lose later."""
-    account = Account(128)
+    account = TimeAccount(128)
     lost = seconds = first = 0.0
     for count, speed in speeds:
         for _ in range(count):
@@ -36,7 +36,7 @@ def test_a_account_loses_no_more_than_it_may(speeds: list[tuple[int, float]], st
 
 @pytest.mark.parametrize(("lost", "spent"), [(0.004, False), (0.006, True)])
 def test_a_account_is_half_a_percent(lost: float, spent: bool) -> None:
-    account = Account(128)
+    account = TimeAccount(128)
     for _ in range(3000):
         if account.overdrawn:
             break
@@ -45,7 +45,7 @@ def test_a_account_is_half_a_percent(lost: float, spent: bool) -> None:
 
 
 def test_a_account_recovers_with_time() -> None:
-    account = Account(128)
+    account = TimeAccount(128)
     account.add(1.0, 1.0)
     while not account.overdrawn:
         account.add(1.5, 1.0)
@@ -61,7 +61,7 @@ def test_a_account_recovers_with_time() -> None:
 
 
 def test_whatever_was_gained_only_some_steps_are_lost_in_a_row() -> None:
-    account = Account(128)
+    account = TimeAccount(128)
     for _ in range(5000):
         account.add(1.0, 3.0)
     lost = 0
@@ -73,7 +73,7 @@ def test_whatever_was_gained_only_some_steps_are_lost_in_a_row() -> None:
 
 def test_a_large_loss_at_once_is_paid_off_by_as_much_time() -> None:
     """A hundred steps lost are half a percent of 20,000, however much has been forgotten."""
-    account = Account(128)
+    account = TimeAccount(128)
     for _ in range(2000):
         account.add(1.0, 1.0)
     account.add(101.0, 1.0)
@@ -85,7 +85,7 @@ def test_a_large_loss_at_once_is_paid_off_by_as_much_time() -> None:
 
 
 def test_what_was_gained_long_ago_is_no_licence() -> None:
-    account = Account(128)
+    account = TimeAccount(128)
     for _ in range(10_000):
         account.add(1.0, 3.0)
     losing = 0
@@ -98,7 +98,7 @@ def test_what_was_gained_long_ago_is_no_licence() -> None:
 def test_reading_is_charged_over_what_is_read_for() -> None:
     """A text read in 8 steps, for 32 tokens: paid where each step saves a quarter and more."""
     for saves, paid in ((0.3, True), (0.1, False)):
-        account = Account(128)
+        account = TimeAccount(128)
         account.add(1.0, 1.0)
         account.owe(8.0, 32)
         overdrawn = False
@@ -109,7 +109,7 @@ def test_reading_is_charged_over_what_is_read_for() -> None:
 
 
 def test_reading_that_saved_nothing_is_charged_in_full() -> None:
-    account = Account(128)
+    account = TimeAccount(128)
     account.add(1.0, 1.0)
     account.owe(0.0, 10)  # as a clock may say
     account.owe(100.0, 10)

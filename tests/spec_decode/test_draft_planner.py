@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from octavo.scheduler.sequence import Sequence as Seq
-from octavo.spec_decode.account import Account
+from octavo.spec_decode.account import TimeAccount
 from octavo.spec_decode.draft_planner import DraftPlanner
 from octavo.spec_decode.drafter import ModelDrafter
 from octavo.spec_decode.times import SpeculationTimes
@@ -32,7 +32,7 @@ def planning(row: float = 0.0) -> tuple[Background, DraftPlanner, SpeculationTim
     for _ in range(20):
         for size in (1, 2, 4):
             times.observe(size, 1e-3 + row * (size - 1), prompts=False)
-    planner = DraftPlanner(drafter, times, Account(128))
+    planner = DraftPlanner(drafter, times, TimeAccount(128))
     assert planner.plan([sequence()], [3], [[]], 1, 100) == [1]  # the first time one token
     planner.observe([sequence()], [1], 1.0)  # which is no measure
     return drafter, planner, times
@@ -92,7 +92,7 @@ class Slow(Background):
 def test_a_text_is_read_where_its_answer_pays_for_it(seconds: float, read: bool) -> None:
     """Answers had 100 tokens of late, each of which drafts would save some half a millisecond."""
     _, _, times = planning()
-    planner = DraftPlanner(Slow(), times, Account(128))
+    planner = DraftPlanner(Slow(), times, TimeAccount(128))
     planner.end(100)
     planner.plan([sequence()], [1], [[0.9]], 1, 100)
     planner.observe([sequence()], [1], 1.0)

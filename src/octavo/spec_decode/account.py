@@ -7,7 +7,7 @@ from octavo.spec_decode import tuning
 _FADING = 1 - 1 / tuning.ACCOUNT_STEPS
 
 
-class Account:
+class TimeAccount:
     """Seconds that steps took, against what their tokens would have taken without speculation.
 
     Both sides fade, but a loss fades no faster than it is paid off by steps without one. The

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from octavo.scheduler.sequence import Sequence as Seq
 from octavo.spec_decode import tuning
-from octavo.spec_decode.account import Account
+from octavo.spec_decode.account import TimeAccount
 from octavo.spec_decode.draft_length import choose_lengths
 from octavo.spec_decode.drafter import ModelDrafter
 from octavo.spec_decode.times import SpeculationTimes
@@ -18,7 +18,9 @@ class DraftPlanner:
     Each token drafted costs a pass, and a text that the drafter has not seen must be read first.
     """
 
-    def __init__(self, drafter: ModelDrafter, times: SpeculationTimes, account: Account) -> None:
+    def __init__(
+        self, drafter: ModelDrafter, times: SpeculationTimes, account: TimeAccount
+    ) -> None:
         self._read_seconds = 0.0  # of drafting, for texts not seen before, not taken yet
         self.rest = 0  # steps for which it need not be asked
         self._drafter = drafter

@@ -14,7 +14,7 @@ from octavo.scheduler.batching import Distributions, Scheduled
 from octavo.scheduler.sequence import Sequence as Seq
 from octavo.spec_decode import tuning
 from octavo.spec_decode.acceptance import PLANNED, Acceptance, Class
-from octavo.spec_decode.account import Account
+from octavo.spec_decode.account import TimeAccount
 from octavo.spec_decode.answers import checked_draft
 from octavo.spec_decode.draft_length import choose_lengths, could_pay
 from octavo.spec_decode.draft_planner import DraftPlanner, within
@@ -69,7 +69,7 @@ class Speculator:
         self._model: ModelDrafter | None = None
         self._planner: DraftPlanner | None = None  # for the model
         self._lookup: Lookup | None = None
-        self._account = Account(tuning.CREDIT_STEPS)
+        self._account = TimeAccount(tuning.CREDIT_STEPS)
         if isinstance(drafter, ModelDrafter):
             self._model = drafter
             self._planner = DraftPlanner(drafter, self.times, self._account)

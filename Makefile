@@ -6,10 +6,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
+WORKERS ?= 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: serve test test-train sanitize setup native models lint long bench wheel clean
+.PHONY: serve test test-train sanitize setup native models lint long mutants bench wheel clean
 
 serve: setup  ## pull smollm2 and serve it on http://127.0.0.1:8000
 	$(BIN)/octavo pull smollm2
@@ -17,7 +18,7 @@ serve: setup  ## pull smollm2 and serve it on http://127.0.0.1:8000
 	$(BIN)/octavo serve smollm2 --host $(HOST) --port $(PORT)
 
 test: setup models lint  ## lint, types and tests (minutes)
-	OCTAVO_TEST_MODELS=required $(BIN)/pytest -q
+	OCTAVO_TEST_MODELS=required $(BIN)/pytest -q -n $(WORKERS) --dist loadfile
 
 test-train: setup  ## the tests of training, which make test skips: with PyTorch, in .venv
 	$(BIN)/python -m pip install --quiet --config-settings=wheel.cmake=false --editable ".[dev,train]"
@@ -25,6 +26,10 @@ test-train: setup  ## the tests of training, which make test skips: with PyTorch
 
 sanitize: setup  ## the C++ tests under address, undefined-behaviour and thread sanitizers
 	$(BIN)/pytest -q -m sanitize
+
+mutants: setup models  ## mutation testing of the core, a seeded sample (two hours)
+	$(BIN)/python -m pip install --quiet --config-settings=wheel.cmake=false --editable ".[dev,mutants]"
+	$(BIN)/python tests/mutants.py
 
 long: setup models  ## the long runs of the property tests (hours)
 	OCTAVO_TEST_MODELS=required $(BIN)/pytest -q -m long --timeout 0 --hypothesis-profile search

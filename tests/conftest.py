@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -21,12 +22,26 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.loader import apart, pull
 from patience import PATIENCE
 
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; no output here depends on a terminal
+
 settings.register_profile("search", deadline=None)
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
 
 assert 10.0 <= apart.START_SECONDS < PATIENCE
 apart.START_SECONDS = PATIENCE  # a busy machine takes its time to start a process
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Measure this machine's limits while nothing else runs, once for each build of the kernels.
+    Beside other tests that would take minutes and find too little.
+    """
+    options = session.config.option
+    if not hasattr(session.config, "workerinput") and not options.collectonly:
+        with suppress(ImportError):
+            from octavo.machine.limits import Limits
+
+            Limits.stored()
 
 
 _passed = pytest.StashKey[bool]()

@@ -103,3 +103,16 @@ def test_what_an_executor_cannot_do_is_named() -> None:
             tiny.checkpoint(config), program(config), executor.layout,
             num_blocks=1, max_tokens=1, max_logits_rows=1, max_seqs=1, max_blocks_per_seq=1,
         )  # fmt: skip
+
+
+def test_chained_copies_are_made_in_order() -> None:
+    driver = ReferenceDriver(tiny.checkpoint(tiny.config()))
+    executor, batch = driver.executor, driver.batch([(driver.start([1]), 1)])
+    free = [block for block in range(executor.num_blocks) if block not in batch.block_tables]
+    blocks = np.array(free[:3], np.int32)
+    data = executor.export_blocks(blocks)
+    data[:] = np.arange(1, 4, dtype=np.uint8)[:, None]
+    executor.import_blocks(blocks, data)
+    batch.copies = np.array([blocks[:2], blocks[1:]], np.int32)
+    executor.execute(batch)
+    assert [int(each[0]) for each in executor.export_blocks(blocks)] == [1] * 3

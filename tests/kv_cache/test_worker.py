@@ -69,3 +69,15 @@ def test_a_patient_one_rests_until_the_end_is_near(monkeypatch: pytest.MonkeyPat
     worker.hurry()
     worker.close(60)
     assert len(done) == 3
+
+
+def test_a_job_whose_thread_did_not_start_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller has been told so, and has given its buffer to another."""
+    worker, ran = ThreadWorker("w"), []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError()))
+        with pytest.raises(RuntimeError):
+            worker.submit(lambda: ran.append("first"))
+    worker.submit(lambda: ran.append("second"))
+    worker.close(60)
+    assert ran == ["second"]

@@ -30,9 +30,9 @@ USED: dict[str, list[tuple[Any, str]]] = {
     "connection": [
         (
             HttpToolsProtocol,
-            "connection_made connection_lost data_received eof_received on_message_begin on_header "
+            "connection_made connection_lost eof_received on_message_begin on_header "
             "on_headers_complete on_body on_message_complete on_response_complete shutdown "
-            "pause_writing resume_writing send_400_response",
+            "pause_writing resume_writing",
         ),
         (
             HttpToolsProtocol(Config(app, lifespan="off"), ServerState(), {}),
@@ -41,7 +41,7 @@ USED: dict[str, list[tuple[Any, str]]] = {
         (FlowControl, "pause_reading resume_reading"),
         (ServerState(), "total_requests"),
     ],
-    "writer": [
+    "streaming": [
         (
             RequestResponseCycle(*[None] * 6, [], None, False, True, None),  # type: ignore
             "transport flow message_event disconnected keep_alive response_started "

@@ -96,6 +96,8 @@ class Command(Page, TyperCommand):
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         for parameter in self.get_params(ctx):
+            if getattr(parameter, "hidden", False):
+                continue
             help = _help(parameter)
             if parameter.param_type_name == "argument":
                 title, name = "Arguments", parameter.metavar or parameter.name.upper()

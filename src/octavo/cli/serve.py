@@ -143,14 +143,15 @@ QUEUE_OPTIONS = [
         "seed", int | None, None, "Seed of requests that bring none.", "Engine",
         show_default="random",
     ),
+]  # fmt: skip
+
+
+# Of serving alone.
+OFFLOAD_OPTIONS = [
     option(
         "executor", str | None, None, "For developers: native, reference or simulated.", "Engine",
         show_default="native", hidden=True,
     ),
-]  # fmt: skip
-
-
-OFFLOAD_OPTIONS = [
     option(
         "kv_offload_memory", str | None, None,
         "Host memory for blocks of the prefix cache that the KV cache has no room for: 4GiB.",

@@ -55,6 +55,7 @@ class AsyncEngine:
         self._inbox: deque[tuple[Request, RequestRecord]] = deque()
         self._inbox_tokens = 0
         self._calls: list[Callable[[Engine], object]] = []  # to be made between two steps
+        self._pauses: dict[str, bool] = {}  # likewise: whether to pause; the last word counts
         self._streams: dict[str, Stream] = {}
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._inspections: set[Future[Any]] = set()  # those that are awaited
@@ -176,16 +177,16 @@ class AsyncEngine:
 
     def abort(self, request_id: str) -> None:
         """Ask the engine to end a request; return at once. Ignore unknown and ended ones."""
-        self._call(Engine.abort, request_id)
+        with self._condition:
+            if request_id in self._streams:
+                self._calls.append(partial(Engine.abort, request_id=request_id))
+                self._condition.notify()
 
     def pause(self, request_id: str, paused: bool) -> None:
         """Ask the engine to generate nothing for a request, or to go on; return at once."""
-        self._call(Engine.pause if paused else Engine.resume, request_id)
-
-    def _call(self, method: Callable[..., object], request_id: str) -> None:
         with self._condition:
             if request_id in self._streams:
-                self._calls.append(partial(method, request_id=request_id))
+                self._pauses[request_id] = paused
                 self._condition.notify()
 
     def observe(self, observer: Observer) -> None:
@@ -217,6 +218,8 @@ class AsyncEngine:
         finally:  # the caller may have gone, and the engine may hang
             with self._condition:
                 self._inspections.discard(result)
+                with suppress(ValueError):  # it has been made
+                    self._calls.remove(call)
 
     def stats(self) -> EngineStats:
         stats = self.engine.stats()
@@ -328,6 +331,7 @@ class AsyncEngine:
                 return False
             self._taken, self._inbox, self._inbox_tokens = self._inbox, deque(), 0
             calls, self._calls = self._calls, []
+            pauses, self._pauses = self._pauses, {}
         while self._taken:
             request, record = self._taken[0]
             try:
@@ -336,6 +340,8 @@ class AsyncEngine:
                 logger.exception("request %r could not be queued", request.request_id)
                 self._deliver([self.engine.refuse(record, error)])
             self._taken.popleft()
+        for request_id, paused in pauses.items():
+            (self.engine.pause if paused else self.engine.resume)(request_id)
         for call in calls:
             call(self.engine)
         self._deliver(self.engine.step())
@@ -343,7 +349,7 @@ class AsyncEngine:
 
     @property
     def _called_for(self) -> bool:
-        return bool(self._inbox or self._calls)
+        return bool(self._inbox or self._calls or self._pauses)
 
     def _woken(self) -> bool:
         return self._called_for or self._stopping

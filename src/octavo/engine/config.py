@@ -46,7 +46,7 @@ class EngineConfig(PolicyConfig):
     threads: int | None = None
     seed: int | None = None  # of requests that bring none; None: random
     isa: str | None = None  # force an instruction-set tier
-    executor: str = "native"  # or, for tests, one of `octavo.executor.build.EXECUTORS`
+    executor: str = "native"  # or, for developers, one of `octavo.executor.build.EXECUTORS`
     # "int8" or "int4": round a float checkpoint while loading; for plans of GPUs also "fp8".
     quantization: str | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None  # None: no speculation

@@ -554,6 +554,7 @@ class Engine:
             if record.outcome is None:
                 record.error = error
                 self.close_record(record, Outcome.FAILED)
+            record.sequences.clear()
         self.requests.clear()
         self.scheduler.waiting.clear()
 

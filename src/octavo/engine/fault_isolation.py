@@ -65,15 +65,16 @@ def start_over(
     for request_id, record in engine.requests.items():
         for seq in record.sequences:
             output: SequenceOutput = seq.output
+            if (reason := record.finish_reasons[seq.choice]) is None:
+                rewind([seq])
+                del seq.token_ids[record.prompt_tokens + output.num_tokens :]
             if engine.speculator is not None:
                 engine.speculator.forget(seq)
-            if (reason := record.finish_reasons[seq.choice]) is not None:
+            if reason is not None:
                 seq.status = Status.FINISHED
                 if OUTCOMES[reason] is not Outcome.FINISHED:
                     cut_off[request_id] = reason
                 continue
-            rewind([seq])
-            del seq.token_ids[record.prompt_tokens + output.num_tokens :]
             if output.prompt_logprobs is not None:
                 seq.num_scored = len(output.prompt_logprobs) - 1
             if output.in_doubt:

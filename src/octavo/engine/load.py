@@ -127,7 +127,7 @@ def load_engine(
         raise SettingsError(str(error)) from error
 
 
-def check_capabilities(config: EngineConfig) -> None:
+def check_capabilities(config: EngineConfig, keep_hidden: bool = False) -> None:
     """Raise `SettingsError` for settings that the chosen executor cannot honour."""
     able, dtype = capabilities(config.executor), KvDtype.of(config.kv_cache_dtype)
     dtype.check_served()
@@ -136,6 +136,10 @@ def check_capabilities(config: EngineConfig) -> None:
             f"kv_cache_dtype {dtype}: the {able.name} executor's cache holds "
             f"{', '.join(able.kv_dtypes)}"
         )
+    if config.kv_offload_bytes and not able.computes:
+        raise SettingsError(f"kv_offload: blocks of the {able.name} executor hold nothing to keep")
+    if keep_hidden and not able.hidden_rows:
+        raise SettingsError(f"the {able.name} executor cannot give hidden rows")
     speculation = config.speculation
     if speculation is None or not speculation.computes:
         return
@@ -146,7 +150,7 @@ def check_capabilities(config: EngineConfig) -> None:
 
 
 def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: bool) -> LoadedEngine:
-    check_capabilities(config)
+    check_capabilities(config, keep_hidden)
     if config.kv_offload_dir is not None:
         check_disk(config.kv_offload_dir)  # before anything large is read
     if isinstance(model, str):

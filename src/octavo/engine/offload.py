@@ -9,6 +9,7 @@ import time
 from dataclasses import fields, is_dataclass
 from hashlib import sha256
 from pathlib import Path
+from platform import machine
 from typing import Any
 
 from octavo.engine.recompute import RecomputeCost
@@ -135,7 +136,7 @@ def engine_digest(
         executor.digest,
         canonical((program.config, program.ops, layout, quantization)).encode(),
         _tokenizer_digest(tokenizer),
-        f"{FORMAT}, {able.name}, {able.tier}, numerics {able.numerics}".encode(),
+        f"{FORMAT}, {able.name}, {machine()} {able.tier}, numerics {able.numerics}".encode(),
     ):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)

@@ -1,1 +1,1 @@
-"""Who computes a step: native kernels, or a cost model and a clock; and what the machine can do."""
+"""Executors compute the steps that the scheduler makes: native, reference and simulated."""

@@ -6,7 +6,7 @@ Nobody asks which executor it is: what one can do is in its `Capabilities`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypedDict, Unpack
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import CheckpointError
-from octavo.models.program import Program
+from octavo.models.program import PagedAttention, Program, RopeAndStoreKv
 
 if TYPE_CHECKING:
     from octavo.executor.cost import CostModel, Rates
@@ -315,3 +315,28 @@ def check_weights(program: Program, weights: Mapping[str, _Shaped], source: str)
         if each.shape != shape:
             name = getattr(each, "name", role)
             raise CheckpointError(f"{source}: {name} has shape {each.shape}, not {shape}")
+
+
+def attention_shape(program: Program) -> tuple[int, int, int] | None:
+    """Return query heads, KV heads and their size; None where there is no attention."""
+    if not any(isinstance(op, PagedAttention | RopeAndStoreKv) for op in program.ops):
+        return None
+    config = program.config
+    return config.num_heads, config.num_kv_heads, config.head_dim
+
+
+def check_added(
+    program: Program,
+    weights: Collection[str],
+    held: Collection[str],
+    attention: tuple[int, int, int] | None,
+) -> None:
+    """Raise `ValueError` for what `Executor.add_program` refuses. ``weights`` are the roles brought
+    along, ``held`` those loaded already, ``attention`` is the shape of the model's own program.
+    """
+    if unneeded := [role for role in weights if role not in program.weights]:
+        raise ValueError(f"the program has no weight {unneeded[0]}")
+    if twice := [role for role in weights if role in held]:
+        raise ValueError(f"the weight {twice[0]} is loaded already")
+    if attention_shape(program) not in (None, attention):
+        raise ValueError("the program's attention has another shape than the cache")

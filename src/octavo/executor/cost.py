@@ -5,7 +5,7 @@ where anything is counted that is called a limit, a share of a limit, or a predi
 
 The duration is a roofline for each op: the longer of its memory time and its arithmetic time
 (Williams, Waterman and Patterson, 2009), summed over the ops, plus a fixed overhead. Where a
-machine has been calibrated for a model (tools/plan/calibration.py), the knee between the two is
+machine has been calibrated for a model (engine/calibration.py), the knee between the two is
 soft, attention has rates of its own, and rows and prompts have overheads, too.
 """
 

@@ -131,6 +131,9 @@ class KvCache:
 
     def _publish(self, node: Node, group: int, stored: bool) -> None:
         """Put the event that a block of the pool begins or ceases to hold a node's content."""
+        if not self.events.subscribers:  # all have failed
+            self.index.on_change = None
+            return
         key, parent = (self._hashes.of(node), group), node.parent
         if not stored:
             self.events.removed(key, DEVICE)

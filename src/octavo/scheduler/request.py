@@ -123,7 +123,7 @@ class RequestRecord:
     priority: int = 0
     weight: float = 1.0
     target: LatencyTarget | None = None
-    cache_salt: str | None = None
+    cache_salt: str | None = field(default=None, repr=False)
     params: SamplingParams = field(default_factory=SamplingParams, repr=False)
     # What the scheduler keeps from admission to the end:
     sequences: list[Sequence] = field(default_factory=list, repr=False)

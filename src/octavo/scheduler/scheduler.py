@@ -115,15 +115,15 @@ class Scheduler:
         self._arrivals += 1
         record.max_tokens = max_tokens
         prompt = array("i", prompt_token_ids)
-        for choice in range(record.n):
-            order = self._arrivals, choice
-            seq = Sequence(record, choice, order, prompt[:], len(prompt) + max_tokens)
-            seq.status = Status.FORKING if choice else Status.WAITING
-            seq.output = outputs[choice] if outputs else None
-            record.sequences.append(seq)
-        record.num_unfinished = record.n
-        record.finish_reasons = [None] * record.n
         try:
+            for choice in range(record.n):
+                order = self._arrivals, choice
+                seq = Sequence(record, choice, order, prompt[:], len(prompt) + max_tokens)
+                seq.status = Status.FORKING if choice else Status.WAITING
+                seq.output = outputs[choice] if outputs else None
+                record.sequences.append(seq)
+            record.num_unfinished = record.n
+            record.finish_reasons = [None] * record.n
             self.shedding.add(record)
             self.waiting.add(record.sequences[0], now)
         except BaseException:

@@ -125,6 +125,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, app: App, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn ≥ 0.33
         self._refused = app.refused
         self._clients = app.clients
         self._write_timeout = app.config.stream_write_timeout

@@ -10,7 +10,9 @@ import json
 import logging
 import queue
 import sys
+import threading
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 
@@ -26,7 +28,7 @@ def set_up_logging(level: str, server: str = "text", access: str | None = None) 
     """
     lines: queue.Queue[logging.LogRecord] = queue.Queue(_MOST)
     handler, requests = _Handler(lines, server), _Handler(lines, access or server)
-    QueueListener(lines, _Stderr(handler, requests)).start()
+    QueueListener(lines, _Stderr(handler, requests)).start()  # type: ignore[arg-type]
     warnings = max(logging.WARNING, logging.getLevelName(level.upper()))
     for name, its_handler, its_level in (
         ("octavo", handler, level.upper()),
@@ -67,19 +69,20 @@ class _Handler(QueueHandler):
         text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
         self.setFormatter(JsonFormatter() if kind == "json" else text)
         self._lines = lines
-        self._dropped = 0  # guarded by the handler's lock
+        self._dropped = 0
+        self._count = threading.Lock()  # logging.shutdown holds the handler's own while it flushes
 
     def enqueue(self, record: logging.LogRecord) -> None:
         try:
             self._lines.put_nowait(record)
         except queue.Full:
-            self._dropped += 1
+            with self._count:
+                self._dropped += 1
 
     def told_of_dropped(self) -> logging.LogRecord | None:
         """Return a line that says how many were dropped since the last one, if any were."""
-        self.acquire()
-        dropped, self._dropped = self._dropped, 0
-        self.release()
+        with self._count:
+            dropped, self._dropped = self._dropped, 0
         if not dropped:
             return None
         message = f"{dropped} lines of this log were dropped: they were not read in time"
@@ -93,18 +96,22 @@ class _Handler(QueueHandler):
             time.sleep(0.001)
 
 
-class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes lines that are formatted, in the log's thread."""
+class _Stderr:
+    """Writes lines that are formatted, in the log's thread. It is no `logging.Handler`, because
+    `logging.shutdown` would wait for its lock while it waits for a reader.
+    """
 
     def __init__(self, *sources: _Handler) -> None:
-        super().__init__(sys.stderr)
-        self._sources = sources
+        self._stream, self._sources = sys.stderr, sources
 
-    def emit(self, record: logging.LogRecord) -> None:
-        super().emit(record)
+    def handle(self, record: logging.LogRecord) -> None:
+        """Do all that `QueueListener` asks of a handler."""
+        self._write(record)
         for source in self._sources:
             if (told := source.told_of_dropped()) is not None:
-                super().emit(told)
+                self._write(told)
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Do nothing: there is no reader any more, or no stream."""
+    def _write(self, record: logging.LogRecord) -> None:
+        with suppress(Exception):  # there is no reader any more, or no stream
+            self._stream.write(f"{record.msg}\n")
+            self._stream.flush()

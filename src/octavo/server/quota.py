@@ -155,8 +155,9 @@ class Account:
 
     def _settle(self) -> None:
         """Take what has been generated since the last time."""
-        for charge in self._open:
-            charge.settle()
+        if "tokens" in self._buckets:
+            for charge in self._open:
+                charge.settle()
 
 
 class Charge:

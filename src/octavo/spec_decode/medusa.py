@@ -4,7 +4,7 @@ Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple D
 2024. Head i, a residual block x + SiLU(W x + b), takes the hidden row that a token was drawn from
 and guesses the token i + 1 places behind that token. All heads share the target's logits matrix, of
 which only the rows of common tokens are read (Zhao et al., "FR-Spec", 2025): reading it is most of
-what a head costs. A recurrent head (`RecurrentHead`) also takes the token drawn, and goes on from
+what a head costs. A recurrent head also takes the token drawn, and goes on from
 its own row and the token it guessed. Guesses that know of each other are right more often (Ankner
 et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding", 2024).
 """

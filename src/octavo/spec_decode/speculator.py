@@ -335,6 +335,7 @@ class Speculator:
         plain = seconds - self.spent
         times.observe(size, plain, prompts=prompts)
         self.drafting_seconds += self.spent
+        self.spent = 0.0  # a step without decodes asks for no drafts
         if self._rested:
             self._account.add(plain, plain, self._rested)
         if self._planner is not None:

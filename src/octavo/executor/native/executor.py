@@ -25,6 +25,8 @@ from octavo.executor.base import (
     Profiled,
     RegionTime,
     StepResult,
+    attention_shape,
+    check_added,
     check_weights,
     slice_rows,
 )
@@ -37,7 +39,7 @@ from octavo.loader.dequantize import dequantize
 from octavo.machine.cpu import usable_cpus
 from octavo.machine.limits import Limits
 from octavo.models.config import Experts, Rope
-from octavo.models.program import Embed, PagedAttention, Program, RopeAndStoreKv
+from octavo.models.program import Embed, Program
 from octavo.sampling.native import NativeSampler
 from octavo.words import plural
 
@@ -145,7 +147,7 @@ class NativeExecutor(Executor):
             "%s (%s), instruction set %s", plural(self.threads, "thread"), source, runtime.isa
         )
         self._keep_hidden = [keep_hidden]  # of each program
-        self._attention = _attention_shape(program)
+        self._attention = attention_shape(program)
         self._loader: _Loader | None = _Loader(runtime, layout, sha256() if digest else None)
         self._costs: list[CostModel] = []
         self._regions = self._loader.load(
@@ -185,12 +187,7 @@ class NativeExecutor(Executor):
     ) -> int:
         loader = self._loading
         weights = weights or {}
-        if unneeded := [role for role in weights if role not in program.weights]:
-            raise ValueError(f"the program has no weight {unneeded[0]}")
-        if twice := [role for role in weights if role in loader.held]:
-            raise ValueError(f"the weight {twice[0]} is loaded already")
-        if _attention_shape(program) not in (None, self._attention):
-            raise ValueError("the program's attention has another shape than the cache")
+        check_added(program, weights, loader.held, self._attention)
         loader.load(
             program, weights, "an added program", lambda: None, keep_hidden=keep_hidden, ids=ids
         )
@@ -482,11 +479,3 @@ class _Loader:
             case Experts():
                 return self._routing(of)
         return of
-
-
-def _attention_shape(program: Program) -> tuple[int, int, int] | None:
-    """Return query heads, KV heads and their size; None where there is no attention."""
-    if not any(isinstance(op, PagedAttention | RopeAndStoreKv) for op in program.ops):
-        return None
-    config = program.config
-    return config.num_heads, config.num_kv_heads, config.head_dim

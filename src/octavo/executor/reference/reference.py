@@ -25,6 +25,8 @@ from octavo.executor.base import (
     Int32,
     LoadOptions,
     StepResult,
+    attention_shape,
+    check_added,
     check_weights,
     slice_rows,
 )
@@ -133,7 +135,9 @@ class ReferenceExecutor(Executor):
         keep_hidden: bool = False,
         ids: Sequence[int] = (),
     ) -> int:
-        self._load(program, weights or {}, "an added program", keep_hidden)
+        weights = weights or {}
+        check_added(program, weights, self._weights, attention_shape(self._programs[0][0]))
+        self._load(program, weights, "an added program", keep_hidden)
         return len(self._programs) - 1
 
     def drop_program(self) -> None:
@@ -157,7 +161,8 @@ class ReferenceExecutor(Executor):
         start = time.perf_counter()
         compute, keep_hidden, _ = self._programs[program]
         *ops, head = compute.ops
-        self._arena[batch.copies[:, 1]] = self._arena[batch.copies[:, 0]]
+        for source, destination in batch.copies.tolist():  # in order: copies may be chained
+            self._arena[destination] = self._arena[source]
         values: Values = {}
         if rows is not None:
             values = {op.out: rows[None] for op in ops if isinstance(op, Input)}

@@ -35,8 +35,8 @@ from octavo.sampling.scripted import ScriptedSampler
 
 class SimulatedExecutor(Executor):
     """Implements `Executor`. ``sleeps``: `execute` returns after the predicted seconds, for a real
-    clock; else at once. ``rates``
-    None: infinitely fast. ``costs`` None: of weights of two bytes, multiplied in fp32.
+    clock; else at once. ``rates`` None: infinitely fast. ``costs`` None: of weights of two bytes,
+    multiplied in fp32.
     """
 
     capabilities = Capabilities("simulated", tuple(KvDtype), computes=False, samples=True)

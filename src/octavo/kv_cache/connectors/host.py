@@ -89,6 +89,7 @@ class HostMemory(KvConnector):
             return None
         key, _ = self._idle.popitem(last=False)
         slot = self._slots.pop(key)
+        self._origins.pop(key, None)
         self.events.removed(key, self.name)
         return slot
 
@@ -164,5 +165,7 @@ class HostMemory(KvConnector):
             raise RuntimeError("a slot of host memory is used twice")
         if self._slots.keys() != self._idle.keys() | self._pins.keys():
             raise RuntimeError("a block in host memory is neither idle nor pinned")
+        if not self._origins.keys() <= self._slots.keys():
+            raise RuntimeError("host memory knows where a block came from that it does not hold")
         if self._idle.keys() & self._pins.keys():
             raise RuntimeError("a pinned block in host memory may be evicted")

@@ -32,9 +32,9 @@ class ThreadWorker:
 
     def submit(self, job: Job) -> None:
         if not self._closed:
-            self._jobs.put(job)
             if self._thread.ident is None:
-                self._thread.start()
+                self._thread.start()  # first: a job whose thread did not start must not run later
+            self._jobs.put(job)
 
     def hurry(self) -> None:
         """Do not rest any more."""

@@ -30,18 +30,12 @@ struct RowFunction {
 
 // The order of operations of every output element depends on the sizes given and on nothing else.
 struct RowKernels {
-    // out = x / sqrt(mean(x²) + eps) * weight; out may be x.
-    void (*rms_norm)(const float *x, const float *weight, float *out, int64_t n, float eps);
     // out = x + y; out may be either.
     void (*add)(const float *x, const float *y, float *out, int64_t n);
     // out += scale * x.
     void (*add_scaled)(const float *x, float scale, float *out, int64_t n);
     // x *= scale.
     void (*scale)(float *x, float scale, int64_t n);
-    // out = silu(gate) * up (null: 1); out may be either.
-    void (*silu)(const float *gate, const float *up, float *out, int64_t n);
-    // out = gelu(gate) * up (null: 1) with the tanh approximation; out may be either.
-    void (*gelu_tanh)(const float *gate, const float *up, float *out, int64_t n);
     // x = cap * tanh(x / cap).
     void (*softcap)(float *x, float cap, int64_t n);
     // Rotates the pairs (i, i + dim / 2) of one head; cos and sin have dim / 2 values.

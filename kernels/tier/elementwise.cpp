@@ -124,6 +124,8 @@ template <auto activate> void activated(const RowArguments &a) {
     activate(a.inputs[0], a.inputs[1], a.out, a.n);
 }
 
+// rms_norm: x / sqrt(mean(x²) + number) * weight. silu and gelu_tanh (the tanh approximation): of
+// the first input, times the second if there is one.
 constexpr RowFunction kFunctions[] = {
     {"rms_norm", 1, 1, 1,
      [](const RowArguments &a) { rms_norm(a.inputs[0], a.weights[0], a.out, a.n, a.numbers[0]); }},
@@ -134,17 +136,9 @@ constexpr RowFunction kFunctions[] = {
     {"gelu_tanh", 2, 0, 0, activated<gelu_tanh>},
 };
 
-constexpr RowKernels kKernels{rms_norm,
-                              add,
-                              add_scaled,
-                              scale,
-                              silu,
-                              gelu_tanh,
-                              softcap,
-                              rope_halves,
-                              rope_pairs,
-                              kFunctions,
-                              sizeof(kFunctions) / sizeof(kFunctions[0])};
+constexpr RowKernels kKernels{
+    add,         add_scaled, scale,      softcap,
+    rope_halves, rope_pairs, kFunctions, sizeof(kFunctions) / sizeof(kFunctions[0])};
 
 } // namespace
 } // namespace OCTAVO_TIER

@@ -72,7 +72,7 @@ def slice_rows(max_logits_rows: int, vocab_size: int) -> int:
 class StepResult(NamedTuple):
     """``logits`` is [rows, vocab] and belongs to the executor: valid until it computes again.
 
-    They are None from an executor that samples itself (`Capabilities.samples`): its own sampler
+    They are None from an executor that samples itself: its own sampler (`Executor.new_sampler`)
     then draws from the step. A large vocabulary times many sequences is more memory than an
     executor may want to hold: then these are the first of the L rows only, and
     ``logits_from(row)`` computes as many from that row on, in the same memory; ``row`` is a
@@ -130,12 +130,10 @@ class Capabilities:
     kv_dtypes: tuple[KvDtype, ...]  # of its cache
     numerics: int = 0  # raised with each change after which equal inputs give other bits
     tier: str = ""  # instruction set that the bits depend on, too
-    computes: bool = True  # tokens and block contents are the model's
-    samples: bool = False  # steps give no logits: only `Executor.new_sampler` can draw from them
+    computes: bool = True  # else steps give no logits, and blocks hold nothing
     hidden_rows: bool = False  # steps can give `StepResult.hidden`
     added_programs: bool = False  # `add_program`, and `companion` for a draft model
     drafts_rows: bool = False  # `draft_rows` and `start_draft`
-    measures: bool = False  # it measures the machine (`measure_limits`) and profiles its steps
 
 
 class Unsupported(ValueError):

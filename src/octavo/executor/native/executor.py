@@ -80,7 +80,6 @@ class NativeExecutor(Executor):
         hidden_rows=True,
         added_programs=True,
         drafts_rows=True,
-        measures=True,
     )
 
     def __init__(

@@ -39,7 +39,7 @@ class SimulatedExecutor(Executor):
     multiplied in fp32.
     """
 
-    capabilities = Capabilities("simulated", tuple(KvDtype), computes=False, samples=True)
+    capabilities = Capabilities("simulated", tuple(KvDtype), computes=False)
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from octavo.scheduler.request import RequestRecord, standing
 from octavo.server.context import RequestContext
@@ -23,12 +24,7 @@ def log_access(context: RequestContext, level: int = logging.INFO) -> None:
         return
     facts = facts_of(context)
     head = f"{_plain(context.method)} {_plain(str(facts['path']))} {context.status}"
-    shown = (
-        f"{_SHORT.get(name, name)}={_text(value)}"
-        for name, value in facts.items()
-        if name not in _SAID
-    )
-    access.log(level, "%s", " ".join((head, *shown)), extra={"facts": facts})
+    access.log(level, "%s", _Line(head, facts), extra={"facts": facts})
     if context.labels:
         access.debug(
             "id=%s labels=%r",
@@ -113,6 +109,21 @@ _SHORT = {"request_id": "id", "answer_id": "answer", "duration_ms": "ms"} | {
     f"{which}_tokens": which for which in ("prompt", "cached", "completion")
 }
 _SAID = frozenset({"method", "path", "status"})
+
+
+class _Line(NamedTuple):
+    """Facts as text, made only if somebody writes it: the JSON log does not."""
+
+    head: str
+    facts: Facts
+
+    def __str__(self) -> str:
+        shown = (
+            f"{_SHORT.get(name, name)}={_text(value)}"
+            for name, value in self.facts.items()
+            if name not in _SAID
+        )
+        return " ".join((self.head, *shown))
 
 
 def _text(value: object) -> str:

@@ -64,6 +64,10 @@ _SEND_BUFFER = 256 << 10  # bytes that the system keeps for a client; Linux take
 _IDLE_BEFORE_PROBE_S = 30  # silence before TCP asks whether the peer still exists
 
 
+class EngineHangs(Exception):
+    """The engine did not stop in time."""
+
+
 class Server:
     """An engine and the application that serves it."""
 
@@ -77,8 +81,7 @@ class Server:
     ) -> None:
         """Run the engine and answer on ``listener`` until `drain` has ended.
 
-        ``ready`` is called when clients may connect. Raises `TimeoutError` if the engine hangs at
-        the end.
+        ``ready`` is called when clients may connect. Raises `EngineHangs` if it does at the end.
         """
         await self.engine.start()
         try:
@@ -86,8 +89,11 @@ class Server:
             ready()
             await self.http.serve(sockets=[listener])
         finally:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
-                await self.engine.stop()
+            try:
+                async with asyncio.timeout(_STOP_TIMEOUT_S):
+                    await self.engine.stop()
+            except TimeoutError:
+                raise EngineHangs from None
 
     async def drain(self) -> None:
         """Refuse new requests, give the others ``shutdown_timeout`` to finish, and end `serve`."""

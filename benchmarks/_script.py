@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def as_script(main: Callable[[], int | None]) -> NoReturn:
@@ -22,6 +22,16 @@ def as_script(main: Callable[[], int | None]) -> NoReturn:
         if os.environ.get("OCTAVO_DEBUG") == "1" or not (said := _said(error)):
             raise
         sys.exit(f"{Path(sys.argv[0]).name}: {said}")
+
+
+def stop(process: subprocess.Popen[Any], seconds: float) -> None:
+    """Ask a server to end, and kill it if it has not ended after ``seconds``."""
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _said(error: Exception) -> str:

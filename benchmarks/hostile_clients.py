@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
 import socket
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from _script import as_script
+from _script import as_script, stop
 from overload import free_port
 
 READERS, SENDERS = 64, 4
@@ -72,11 +71,7 @@ class Server:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        stop(self.process, 60)
 
     @property
     def resident(self) -> float:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from _script import as_script
+from _script import as_script, stop
 from octavo import loader
 from octavo.loader.base import Tokenizer
 from octavo.loader.pull import resolve
@@ -178,11 +178,7 @@ def serve(
     try:
         return asyncio.run(Load(name, f"http://127.0.0.1:{port}", tokenizer, seconds).run())
     finally:
-        process.terminate()
-        try:
-            process.wait(40)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        stop(process, 40)
 
 
 def main() -> None:

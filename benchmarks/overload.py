@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -37,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from _script import as_script
+from _script import as_script, stop
 from octavo.tools.bench.load.benchmark import Settings, benchmark
 from octavo.tools.bench.load.client import Client, Target
 from octavo.tools.bench.load.stream import Answer
@@ -69,12 +68,7 @@ def running(command: Sequence[str], port: int, ready: str) -> Iterator[str]:
                 time.sleep(0.1)
         yield url
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(LAST_WORDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop(process, LAST_WORDS)
 
 
 def free_port() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from _script import stop
 
 _PATIENCE = 180.0  # seconds for a server to start, and for an answer
 
@@ -84,12 +85,7 @@ def serving(model: str, log: Path, *options: str, env: Mapping[str, str] = {}) -
             time.sleep(0.05)
         yield server
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop(process, 60)
         server.log = log.read_text("utf-8", "replace").splitlines()
 
 

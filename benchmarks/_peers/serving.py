@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import socket
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ import numpy as np
 
 from _peers.base import Figure, Task, Unavailable, environment, last_words
 from _peers.watch import Interference
+from _script import stop
 
 STARTUP_SECONDS = 60.0
 
@@ -154,12 +154,7 @@ def running(command: list[str], port: int) -> Iterator[tuple[int, float]]:
             log.seek(0)
             raise Unavailable(f"its server ended with {code}: {last_words(log.read())}") from None
         finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            stop(process, 20)
 
 
 def healthy(port: int) -> bool:

@@ -33,11 +33,12 @@ apart.START_SECONDS = PATIENCE  # a busy machine takes its time to start a proce
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Measure this machine's limits while nothing else runs, once for each build of the kernels.
-    Beside other tests that would take minutes and find too little.
+    """Before several processes run tests, measure this machine's limits, once for each build of
+    the kernels. Beside other tests that would take minutes and find too little.
     """
-    options = session.config.option
-    if not hasattr(session.config, "workerinput") and not options.collectonly:
+    if getattr(session.config.option, "numprocesses", None) and not hasattr(
+        session.config, "workerinput"
+    ):
         with suppress(ImportError):
             from octavo.machine.limits import Limits
 

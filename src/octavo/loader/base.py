@@ -107,7 +107,7 @@ class Weight(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of `data`; making nothing."""
+        """The bytes of `data`. Makes nothing."""
         return self.source.nbytes
 
     @property
@@ -131,7 +131,7 @@ class Weight(NamedTuple):
         return parts
 
     def stacked(self, parts: int = 1) -> list[list[Weight]]:
-        """Of a stack [count, rows, in] each matrix, cut into so many of equal rows."""
+        """Return each matrix of a stack [count, rows, in], cut into so many of equal rows."""
         count, rows = self.shape[:2]
         if len(self.shape) != 3 or rows % parts:
             raise ValueError(f"tensor {self.name!r} of shape {list(self.shape)} is no such stack")

@@ -205,7 +205,7 @@ class GgufFile:
 
     @property
     def nbytes(self) -> int:
-        """Of this file and of those whose tensors it has taken."""
+        """The bytes of this file and of those whose tensors it has taken."""
         return sum(file._size for file in (self, *self._others))
 
     # ── Parsing ─────────────────────────────────────────────────────────────────────────────────

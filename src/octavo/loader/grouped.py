@@ -24,7 +24,7 @@ Parts = tuple[npt.NDArray[np.float32], Bytes, Bytes]
 
 
 def stream_bytes(bits: int, k: int) -> int:
-    """Of ``k`` numbers."""
+    """Return the bytes of ``k`` numbers."""
     return -(-k * bits // 8)
 
 

@@ -113,7 +113,9 @@ class _Reader:
             file.fail(str(error))
 
     def experts(self, family: str) -> Experts | None:
-        """Of every layer. These architectures share out a token's weights over its own experts."""
+        """Return the experts of every layer. These architectures share out a token's weights over
+        its own experts.
+        """
         required = None if family == "qwen3moe" else 0
         if family not in SPARSE or not (count := self.positive("expert_count", required, least=0)):
             return None

@@ -338,7 +338,7 @@ class Batching:
 
     @property
     def utilisation(self) -> float:
-        """Of what saturates."""
+        """The utilisation of the resource that saturates."""
         return self.load.rate / self.saturation.requests_per_second
 
     @property

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Defaults(NamedTuple):
-    """Of `EngineConfig`, those that differ by device."""
+    """The defaults of `EngineConfig` that differ by device."""
 
     # On a GPU of all its memory, for all that a server holds (vLLM's gpu_memory_utilization);
     # else for the cache, of what weights and work space leave free.
@@ -21,7 +21,7 @@ OTHER = Defaults(0.9, 2048)  # of a CPU that is known by figures
 
 
 def engine_defaults(measured: bool, gpu: bool = False) -> Defaults:
-    """Of this machine, which is ``measured``, or of another device."""
+    """Return those of this machine, which is ``measured``, or of another device."""
     from octavo.engine.config import EngineConfig
 
     if not measured:

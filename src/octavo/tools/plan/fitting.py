@@ -126,7 +126,7 @@ def _parameters(limits: Rates, attention: Arithmetic) -> list[Parameter]:
 
 
 def _rates(found: Array, limits: Rates) -> Rates:
-    """Of the parameters, in `_parameters`' order, as logarithms."""
+    """Return the rates of the parameters, in `_parameters`' order, as logarithms."""
     memory, share, knee, kv, attention, step, unpacking, more, row, chunk = np.exp(found).tolist()
     return Rates(
         memory,

@@ -112,7 +112,7 @@ class KvCache:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token in one layer."""
+        """The bytes of a token in one layer."""
         return self.kv_heads * self.dtype.token_bytes(self.head_dim)
 
     @property
@@ -122,7 +122,7 @@ class KvCache:
 
     @property
     def number_bytes(self) -> float:
-        """Of one number; its share of a scale is apart."""
+        """The bytes of one number, without its share of a scale."""
         return float(_NUMBER_BYTES[self.dtype])
 
     @property
@@ -138,7 +138,7 @@ class KvCache:
 
     @property
     def padding(self) -> int:
-        """Of keys that are stored in whole words, and of odd heads; usually nothing."""
+        """Bytes that keys in whole words and odd heads leave unused; usually none."""
         return self.bytes - self.numbers - self.scales
 
     @property
@@ -160,7 +160,7 @@ class KvCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the next token while it is inside every window."""
+        """The bytes of the next token while it is inside every window."""
         return sum(kind.layers for kind in self.kinds) * self.token_bytes
 
     @property
@@ -408,7 +408,7 @@ class Load:
 
     @cached_property
     def draft_cache(self) -> KvCache | None:
-        """Of the draft model, which reads as much of a sequence as its context takes."""
+        """The cache of the draft model, which reads as much of a sequence as its context takes."""
         if self.draft is None:
             return None
         model = self.draft.subject.program.config
@@ -443,8 +443,8 @@ class Load:
         return total
 
     def sequence_bytes(self, context: int | None = None) -> tuple[int, int]:
-        """Of the cache in whole blocks: what a sequence takes, and what the draft model's cache
-        takes once beside.
+        """Return the bytes of the cache in whole blocks: what a sequence takes, and what the draft
+        model's cache takes once beside.
         """
         length = self.context if context is None else context
         size, once = peak_blocks(self.layout, length) * self.layout.block_bytes, 0

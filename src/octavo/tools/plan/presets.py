@@ -61,7 +61,7 @@ def _llama31(
     factor: float = 8.0,
     tied: bool = False,
 ) -> Config:
-    """Of 3.1 to 3.3, whose rotary positions are stretched from the context of 3."""
+    """Return a shape of 3.1 to 3.3, whose rotary positions are stretched from the context of 3."""
     return _llama3(hidden, ffn, layers, heads) | {
         "max_position_embeddings": 131072,
         "tie_word_embeddings": tied,

@@ -104,7 +104,7 @@ def figures(
 
 
 def _class(load: Totals) -> dict[str, Any]:
-    """Of one class of the load."""
+    """Return the figures of one class of the load."""
     return {
         "requests": load.requests,
         "completed": load.completed,
@@ -116,7 +116,7 @@ def _class(load: Totals) -> dict[str, Any]:
 
 
 def _metric(name: str) -> str:
-    """Of `LATENCIES`, as workload.metrics names it."""
+    """Return the name that workload.metrics has for one of `LATENCIES`."""
     return "client_queue_time" if name == "client_queue_ms" else name.removesuffix("_ms")
 
 

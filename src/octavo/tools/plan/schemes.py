@@ -82,7 +82,7 @@ class Scheme:
         return None
 
     def matrix_bytes(self, outputs: int, inputs: int) -> int:
-        """Of an [outputs, inputs] matrix. Raises `ValueError` when it cannot be stored so."""
+        """Return the bytes of an [outputs, inputs] matrix. Raises `ValueError` if it has none."""
         if (problem := self.problem(inputs)) is not None:
             raise ValueError(f"{self.name}: {problem}")
         return ceil(outputs * inputs * self._share(outputs, inputs))

@@ -117,7 +117,7 @@ class Series:
         return [*zip(times[:-1][there].tolist(), values.tolist(), strict=True), (times[-1], 0.0)]
 
     def means(self) -> dict[str, float]:
-        """Of each gauge over the whole time."""
+        """Return the mean of each gauge over the whole time."""
         seconds = self._rows[-1][0] if self._rows else 0.0
         sums = self._rows[-1][1:] if self._rows else self._sums
         return {name: sums[index] / max(seconds, 1e-9) for index, name in enumerate(GAUGES)}

@@ -46,7 +46,7 @@ class Subject:
 
     @classmethod
     def find(cls, model: str) -> Subject:
-        """Of whatever names a model: a preset, a config.json, a folder with one, a file, a short
+        """Find what a name means: a preset, a config.json, a folder with one, a file, a short
         name that `octavo pull` knows, a Hugging Face id, of which the config.json is enough.
         Weights are not read, and none are fetched: of a model that can be pulled and is not here
         the preset's shape is taken.
@@ -84,7 +84,7 @@ class Subject:
         return sum(map(prod, self.program.weights.values()))
 
     def matrices(self) -> dict[str, tuple[int, ...]]:
-        """Of the layers: what quantizers work on. Embedding and head are apart."""
+        """The layers' matrices, which quantizers work on, without embedding and head."""
         return {
             role: shape
             for role, shape in self.program.weights.items()

@@ -91,7 +91,7 @@ class Trials:
 
     @property
     def impossible(self) -> dict[Choice, str]:
-        """Of the choices that were asked for, why they cannot be."""
+        """The choices that were asked for and cannot be, with the reason."""
         return {choice: why for choice, why in self._setups.items() if isinstance(why, str)}
 
     def setup(self, choice: Choice) -> tuple[Setup, CachePlan] | str:

@@ -106,7 +106,7 @@ def _blocks(scheme: Scheme, moments: Moments) -> Float64:
 
 
 def _scaled_blocks(folded: Folded, role: str) -> Float64 | None:
-    """Of the inputs as they are once the scales are folded in."""
+    """Return those of the inputs as they are once the scales are folded in."""
     blocks, scale = folded.blocks.get(role), folded.scales.get(role)
     if blocks is None or scale is None:
         return blocks
@@ -133,7 +133,7 @@ def best_scale(scheme: Scheme, weights: Float32, moments: Moments) -> Float32 | 
 
 
 def _group_shares(scheme: Scheme, weights: Float32) -> Float64:
-    """Of every input, its weights' mean magnitude, as a share of the largest in their group."""
+    """Return every input's mean magnitude of weights, as a share of the largest in its group."""
     blocks = np.abs(weights).reshape(len(weights), -1, scheme.size(weights.shape[1]))
     most = np.maximum(blocks.max(axis=2, keepdims=True), 1e-12)
     shares: Float64 = (blocks / most).mean(axis=0, dtype=np.float64)

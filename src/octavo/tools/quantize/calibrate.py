@@ -55,7 +55,7 @@ def samples(
 
 
 class Moments:
-    """Of the inputs of a linear layer, over all tokens: X Xᵀ, and the mean magnitude of each."""
+    """X Xᵀ of a linear layer's inputs over all tokens, and the mean magnitude of each."""
 
     def __init__(self, width: int) -> None:
         self.second: Float64 = np.zeros((width, width))

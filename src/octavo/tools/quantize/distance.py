@@ -64,8 +64,8 @@ class Fidelity:
 
 
 def distances(p: Float32, q: Float32, following: Int32) -> Distances:
-    """Of the reference's logits p and the model's q, both [rows, vocab]; ``following``: the token
-    after each row, of the last row perhaps none.
+    """Compare the reference's logits p and the model's q, both [rows, vocab]. ``following``:
+    the token after each row, of the last row perhaps none.
     """
     rows, vocab = p.shape
     kl, agree = np.empty(rows), np.empty(rows, np.bool_)

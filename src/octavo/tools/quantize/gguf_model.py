@@ -138,7 +138,7 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
 
 
 def _far(config: ModelConfig) -> Rope:
-    """Of the layers that see everything, which alone are ever scaled."""
+    """Return that of the layers without a window, which alone are ever scaled."""
     layers = config.layers
     return next((layer.rope for layer in layers if layer.window is None), layers[0].rope)
 

@@ -127,7 +127,7 @@ def inverse_factor(hessian: Float64, damping: float) -> Float32:
 
 
 def _inverse_upper(upper: Float64) -> Float64:
-    """Of a triangular matrix, by halves: products do the work."""
+    """Invert a triangular matrix, by halves: products do the work."""
     size = len(upper)
     if size <= 64:
         return np.triu(np.linalg.inv(upper))

@@ -83,8 +83,9 @@ class Scheme:
 
 
 class Grid(NamedTuple):
-    """Of every row and group (arrays of one shape, fp32). A weight is step * (code - zero), in a
-    scheme with ``low`` step * code + low (``zero`` is then -low / step)."""
+    """The grid of every row and group (arrays of one shape, fp32). A weight is
+    step * (code - zero), in a scheme with ``low`` step * code + low (``zero`` is then -low / step).
+    """
 
     step: Float32
     zero: Float32
@@ -105,7 +106,7 @@ class Grid(NamedTuple):
         return values
 
     def part(self, index: Any) -> Grid:
-        """Of some rows and groups, or with another dimension."""
+        """Return the grid of some rows and groups, or with another dimension."""
         low = None if self.low is None else self.low[index]
         return Grid(self.step[index], self.zero[index], low)
 

@@ -90,7 +90,7 @@ class Place(NamedTuple):
 
 
 def places(config: ModelConfig, roles: list[str]) -> Iterator[Place]:
-    """Of every role, in their order; fused ones once."""
+    """Yield the place of every role, in their order; fused ones once."""
     seen: set[str] = set()
     for role in roles:
         if role in seen:

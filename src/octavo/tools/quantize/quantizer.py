@@ -152,7 +152,7 @@ class Quantizer:
         return dict(json.loads(json.dumps(facts, default=_plain)))
 
     def _digest(self) -> str:
-        """Of the shape, and of each weight's name, format and bytes, all of them."""
+        """Return a digest of the shape, and of each weight's name, format and all bytes."""
         found = hashlib.blake2b(repr(self.config).encode() + repr(self.config.layers).encode())
         for role, weight in self.weights.items():
             found.update(f"{role} {weight.format} {weight.shape}".encode())

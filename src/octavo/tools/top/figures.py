@@ -92,7 +92,9 @@ class History:
             self._samples.popleft()
 
     def figures(self, *, since_start: bool = False) -> Figures:
-        """Of the last sample. ``since_start``: latencies and hit rate are of all there was."""
+        """Return those of the last sample. ``since_start``: latencies and hit rate are of all there
+        was.
+        """
         now = self._samples[-1]
         first = None if since_start else self._samples[0]
         if first is now:
@@ -201,8 +203,8 @@ def _latency(first: Sample | None, now: Sample, metric: str) -> Latency:
 
 
 def quantile(cumulative: list[tuple[float, float]], q: float) -> tuple[float, Bound]:
-    """Of a histogram's (upper bound, observations up to it), the last of them infinite. Linear
-    within a bucket, as Prometheus's histogram_quantile, except in the first.
+    """Return a quantile of a histogram: (upper bound, observations up to it), the last bound
+    infinite. Linear within a bucket, as Prometheus's histogram_quantile, except in the first.
     """
     rank = q * cumulative[-1][1]
     lower, below = -math.inf, 0.0

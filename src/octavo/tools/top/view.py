@@ -227,7 +227,7 @@ def _window(figures: Figures) -> str:
 
 
 def _promises(figures: Figures) -> Iterator[str]:
-    """Of latency, where there are any, and of drafters."""
+    """Yield what is known of latency promises, where there are any, and of drafters."""
     attained = figures.slo_attainment
     if attained is not None and (
         attained < 1 or any(row.on_target is not None for row in figures.engine.requests)

@@ -70,7 +70,7 @@ class Place(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of some chi-square tests."""
+    """The result of some chi-square tests."""
 
     p: float  # the least, times their number: at most so probable if the distribution is right
     tests: int

@@ -54,8 +54,8 @@ class Pass:
         return sum(guess.fate is Fate.ACCEPTED for guess in self.draft)
 
     def cut(self, end: int) -> Pass:
-        """Of an answer that ended with the run's token ``end``, counted from 1: what came behind it
-        is no part of the answer, neither the guesses nor the target's own token.
+        """Cut the pass at the run's token ``end``, counted from 1, which ended the answer: neither
+        the guesses nor the target's own token behind it are part of the answer.
         """
         if end >= len(self.run):
             return self

@@ -169,7 +169,7 @@ class Totals(Counts):
         return (self.input_tokens + self.output_tokens) / self.duration
 
     def spread(self, name: str, percentiles: Sequence[float]) -> dict[str, float] | None:
-        """Of a latency of `seconds`: `spread`."""
+        """Return the `spread` of a latency of `seconds`."""
         return spread(seconds(name, self.done), percentiles)
 
 
@@ -223,8 +223,8 @@ def seconds(name: str, done: Sequence[Record]) -> Float64:
 
 
 def spread(values: Float64, percentiles: Sequence[float]) -> dict[str, float] | None:
-    """Of seconds, in milliseconds: ``mean``, the percentiles as ``p50`` or ``p99.9``, ``max`` and
-    ``std``. None of nothing: there is no such latency.
+    """Summarize seconds, in milliseconds: ``mean``, the percentiles as ``p50`` or ``p99.9``, ``max``
+    and ``std``. Return None for no values: there is no such latency.
     """
     if not len(values):
         return None

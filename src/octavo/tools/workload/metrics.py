@@ -223,8 +223,8 @@ def seconds(name: str, done: Sequence[Record]) -> Float64:
 
 
 def spread(values: Float64, percentiles: Sequence[float]) -> dict[str, float] | None:
-    """Summarize seconds, in milliseconds: ``mean``, the percentiles as ``p50`` or ``p99.9``, ``max``
-    and ``std``. Return None for no values: there is no such latency.
+    """Summarize seconds, in milliseconds: ``mean``, the percentiles as ``p50`` or ``p99.9``,
+    ``max`` and ``std``. Return None for no values: there is no such latency.
     """
     if not len(values):
         return None

@@ -269,7 +269,7 @@ class CheckingExecutor:
             for group in range(len(self.layout.groups)):
                 for position in range(start, stop):
                     block = int(batch.block_tables[group, slot, position // size])
-                    if block < 0 or kv.pool.refs[block] != 1 or kv.index.holds(block):
+                    if block < 0 or kv.pool.refs[block] != 1 or kv.pool.contents[block]:
                         raise WrongContent(f"position {position} is written to block {block}")
                     self.content[block, position % size] = hashes[position] + group
         if crash == "half" or self.poison in batch.token_ids:

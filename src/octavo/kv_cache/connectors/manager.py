@@ -13,17 +13,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 
 import numpy as np
 
-from octavo.kv_cache.block_hash import BlockHashes, Key
+from octavo.kv_cache.block_hash import Key, digest_of
 from octavo.kv_cache.connectors.base import BlockTransfer, ConnectorStats, KvConnector
 from octavo.kv_cache.connectors.host import HostMemory
 from octavo.kv_cache.connectors.prefetch import Prefetch, Prefetcher
 from octavo.kv_cache.connectors.save import SaveQueue
 from octavo.kv_cache.events import EventQueue
-from octavo.kv_cache.prefix_index import PrefixIndex
+from octavo.kv_cache.prefix_index import Node, PrefixIndex
 from octavo.kv_cache.transfer_cost import TransferCost
 
 logger = logging.getLogger(__name__)
@@ -49,16 +48,13 @@ class ConnectorManager:
         cost: TransferCost,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.hashes = BlockHashes(engine)
+        self.engine = engine
         self.cost = cost
         self.staging = staging
         self.all = (staging, *others)
-        self.prefetcher: Prefetcher | None = None
-        self.saves: SaveQueue | None = None
-        if others:
-            self.prefetcher = Prefetcher(others, staging, cost, now)
-            self.saves = SaveQueue(others, staging.data.shape[1], self.hashes)
-        self._transfer: BlockTransfer | None = None
+        self.prefetcher = Prefetcher(others, staging, cost, now) if others else None
+        self.saves = SaveQueue(others, staging.data.shape[1], engine)
+        self._transfer: BlockTransfer  # from `register_kv_caches` on
         self._now = now
         self._paused_until = -float("inf")  # clock seconds
         # For the next step, in order: blocks to be copied to host memory, and blocks to be filled
@@ -83,13 +79,11 @@ class ConnectorManager:
 
     # Decided by the cache while a step is planned
 
-    def save_overwritten(self, block: int, index: PrefixIndex) -> None:
-        """Save the block, which is about to be handed out for something else."""
-        holder = index.holder(block)
-        if holder is None or block in self._filling:
+    def save_overwritten(self, block: int, node: Node, group: int) -> None:
+        """Save the block, which is about to be handed out for something else than it holds."""
+        if block in self._filling:
             return
-        node, group = holder
-        key = self.hashes.of(node), group
+        key = digest_of(node, self.engine), group
         if self.staging.lookup(key):
             self.staging.touch(key)
         elif self.cost.worth_keeping():
@@ -114,8 +108,7 @@ class ConnectorManager:
         self._to_save.clear()
         self._to_load.clear()
         self._filling.clear()
-        if self.saves is not None:
-            self.saves.queue.clear()
+        self.saves.queue.clear()
         self.staging.reset(set() if self.prefetcher is None else self.prefetcher.forget())
 
     # The engine's step
@@ -124,37 +117,34 @@ class ConnectorManager:
         """Do what was decided, before a step. Raise what the executor raises when blocks cannot be
         filled: then the cache must be emptied (`forget`).
         """
-        saved, loaded = len(self._to_save), 0
+        if not self._to_save and not self._to_load:
+            return
         started = self._now()
-        if self._to_save:
-            to_save, self._to_save = self._to_save, []
-            self._copy_out(to_save)
-        began = ended = self._now()
-        if self._to_load:
-            try:
-                for block, source in self._to_load:
-                    self._copy_in(block, source)
-            except BaseException:
-                # The request runs again, perhaps alone, and must not fail for this reason again.
-                self._paused_until = self._now() + _PAUSE
-                raise
-            ended = self._now()
-            loads = self._loads()
-            loaded = len(loads)
-            for key in loads:
-                self.staging.unpin(key)
-            self._to_load.clear()
-            self._filling.clear()
-            self.staging.counters.loaded_blocks += loaded
-            self.staging.counters.loading_seconds += ended - began
-        self.cost.copied(saved, began - started, loaded, ended - began)
+        to_save, self._to_save = self._to_save, []
+        self._copy_out(to_save)
+        began = self._now()
+        try:
+            for block, source in self._to_load:
+                self._copy_in(block, source)
+        except BaseException:
+            # The request runs again, perhaps alone, and must not fail for this reason again.
+            self._paused_until = self._now() + _PAUSE
+            raise
+        loads, seconds = self._loads(), self._now() - began
+        for key in loads:
+            self.staging.unpin(key)
+        self._to_load.clear()
+        self._filling.clear()
+        if loads:
+            self.staging.counters.loaded_blocks += len(loads)
+            self.staging.counters.loading_seconds += seconds
+        self.cost.copied(len(to_save), began - started, len(loads), seconds)
 
     def _loads(self) -> list[Key]:
         """Return the blocks of host memory to be loaded, which are pinned."""
         return [source for _, source in self._to_load if isinstance(source, tuple)]
 
     def _copy_in(self, block: int, source: Key | int) -> None:
-        assert self._transfer is not None
         if isinstance(source, int):
             data = self._transfer.export_blocks(np.array([source], np.int32))
         else:
@@ -165,10 +155,9 @@ class ConnectorManager:
         """Copy blocks to host memory, and offer them to the other connectors. Each is exported
         straight into its slot: one more copy takes as long again, and far longer in new memory.
         """
-        assert self._transfer is not None
         for done, (block, key) in enumerate(blocks):
             slot = self.staging.take()
-            if slot is None and self.saves is None:
+            if slot is None and len(self.all) == 1:  # no other connector takes it
                 return
             try:
                 into = None if slot is None else self.staging.data[slot : slot + 1]
@@ -182,23 +171,20 @@ class ConnectorManager:
             self.staging.counters.saved_blocks += 1
             if slot is not None:
                 self.staging.put(key, slot)
-            if self.saves is not None:
-                self.saves.offer(key, data[0])
+            self.saves.offer(key, data[0])
 
     def after_step(self) -> None:
         """Save some of the blocks that have filled, after a step has been committed."""
-        if self.saves is not None and self._transfer is not None:
-            try:
-                self.saves.save_some(self._transfer)
-            except Exception:  # these blocks are not saved, and no request fails
-                logger.exception("kv offload: blocks could not be copied out")
+        try:
+            self.saves.save_some(self._transfer)
+        except Exception:  # these blocks are not saved, and no request fails
+            logger.exception("kv offload: blocks could not be copied out")
 
     # The end
 
     def flush(self, index: PrefixIndex, seconds: float = _FLUSH_SECONDS) -> None:
         """Save what the pool and host memory hold, as far as ``seconds`` allow."""
-        if self.saves is not None and self._transfer is not None:
-            self.saves.flush(index, self._transfer, self.staging, seconds)
+        self.saves.flush(index, self._transfer, self.staging, seconds)
 
     def shutdown(self) -> None:
         for connector in self.all:
@@ -213,9 +199,8 @@ class ConnectorManager:
         until slots of the cache ask for them.
         """
         self.staging.check()
-        pinned = len([*chain(*(each.pinned for each in prefetches), self._loads())])
+        pinned = sum(len(each.pinned) for each in prefetches) + len(self._loads())
         if pinned + to_load != self.staging.num_pins:
             raise RuntimeError("a block in host memory is pinned for nobody")
-        taken = self.staging.num_slots - self.staging.num_takeable - self.staging.num_pinned
-        if taken != (0 if self.prefetcher is None else self.prefetcher.num_slots):
+        if self.staging.num_filling != (self.prefetcher.num_slots if self.prefetcher else 0):
             raise RuntimeError("a slot of host memory is lost")

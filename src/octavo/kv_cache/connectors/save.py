@@ -13,7 +13,7 @@ from itertools import chain
 
 import numpy as np
 
-from octavo.kv_cache.block_hash import BlockHashes, Key
+from octavo.kv_cache.block_hash import Key, digest_of
 from octavo.kv_cache.connectors.base import BlockTransfer, Bytes, KvConnector
 from octavo.kv_cache.connectors.host import HostMemory
 from octavo.kv_cache.prefix_index import Node, PrefixIndex
@@ -26,14 +26,12 @@ _STEP_BYTES = 16 << 20  # copied out of the queue after one step, at most
 class SaveQueue:
     """All methods run in the engine's thread."""
 
-    def __init__(
-        self, connectors: Sequence[KvConnector], block_bytes: int, hashes: BlockHashes
-    ) -> None:
+    def __init__(self, connectors: Sequence[KvConnector], block_bytes: int, engine: bytes) -> None:
         self._connectors = connectors
         self._block_bytes = block_bytes
-        self._hashes = hashes
+        self._engine = engine
         # (node, group, block) of blocks that have been entered into the prefix index.
-        self.queue: deque[tuple[Node, int, int]] = deque(maxlen=_MOST_QUEUED)
+        self.queue = deque[tuple[Node, int, int]](maxlen=_MOST_QUEUED if connectors else 0)
         self._saving: Counter[str] = Counter()  # blocks that a connector has not saved yet
 
     def save_some(self, transfer: BlockTransfer) -> None:
@@ -54,7 +52,7 @@ class SaveQueue:
         while self.queue and len(chosen) < most:
             node, group, block = self.queue.popleft()
             if node.blocks[group] == block:
-                key = self._hashes.of(node), group
+                key = digest_of(node, self._engine), group
                 if self._missing(key):
                     chosen.append((key, block))
         return chosen
@@ -88,11 +86,16 @@ class SaveQueue:
         self, index: PrefixIndex, transfer: BlockTransfer, staging: HostMemory, seconds: float
     ) -> None:
         """Save what the pool and host memory hold, as far as ``seconds`` allow."""
+        if not self._connectors:
+            return
         for connector in self._connectors:
             connector.flush()
         until = time.monotonic() + seconds
-        pool = (((self._hashes.of(node), group), block) for node, group, block in index.held())
-        for key, block in chain(pool, ((key, None) for key in staging)):
+        pool = (
+            (digest_of(node, self._engine), group, block) for node, group, block in index.held()
+        )
+        for digest, group, block in chain(pool, ((*key, None) for key in staging)):
+            key = digest, group
             if time.monotonic() >= until:
                 break
             if missing := self._missing(key):

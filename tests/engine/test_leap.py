@@ -423,4 +423,4 @@ def test_seconds_ahead_are_those_of_the_steps(
         batch = Batch(
             counting[:-1], at + step, counting, counting[:-1], empty, counting[:-1], empty
         )
-        assert next(ahead) == costs.step(batch, rates).seconds
+        assert next(ahead) == costs.seconds(batch, rates)

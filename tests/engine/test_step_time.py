@@ -55,7 +55,8 @@ class Machine(SimulatedExecutor):
     held_up = 0.0  # how often a step takes five times as long
 
     def execute(self, batch: Batch) -> StepResult:
-        seconds = self.cost(batch).seconds * self.factor * self.noise.lognormvariate(0, self.spread)
+        seconds = self.costs.seconds(batch, self.rates) * self.factor
+        seconds *= self.noise.lognormvariate(0, self.spread)
         return StepResult(None, seconds * (5 if self.noise.random() < self.held_up else 1))
 
 

@@ -14,7 +14,7 @@ from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.engine import Engine
 from octavo.engine.offload import check_disk, make_connectors
 from octavo.engine.step_time import StepTimePredictor, guessed
-from octavo.executor.build import build_executor, capabilities, weight_bytes
+from octavo.executor.build import executor_class
 from octavo.kv_cache.layout import KvDtype
 from octavo.loader import pull
 from octavo.loader.base import Checkpoint, CheckpointError
@@ -129,7 +129,8 @@ def load_engine(
 
 def check_capabilities(config: EngineConfig, keep_hidden: bool = False) -> None:
     """Raise `SettingsError` for settings that the chosen executor cannot honour."""
-    able, dtype = capabilities(config.executor), KvDtype.of(config.kv_cache_dtype)
+    able = executor_class(config.executor).capabilities
+    dtype = KvDtype.of(config.kv_cache_dtype)
     dtype.check_served()
     if dtype not in able.kv_dtypes:
         raise SettingsError(
@@ -192,13 +193,13 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         layer_skip.subset(compute, speculation.layers)  # raises if they do not exist
     layout = config.layout_of(checkpoint.config)
     source = str(checkpoint.path)
-    held = weight_bytes(config.executor, weights, compute, source, config.isa)
+    kind = executor_class(config.executor)
+    held = kind.held_bytes(weights.values(), compute, source, config.isa)
     plan = plan_cache(config, compute, layout, held, available_memory(), draft, heads)
     compute = program(checkpoint.config, plan.max_model_len)
     limits = config.limits(plan.max_model_len, longest_draft(config, heads))
     scheduler = Scheduler(limits, layout, plan.num_blocks)
-    executor = build_executor(
-        config.executor,
+    executor = kind.load(
         checkpoint,
         compute,
         layout,

@@ -177,7 +177,7 @@ class StepTimePredictor(PromptRates):
         costs = self._costs
         return (
             costs.dense_seconds(size, self._now)
-            + self._attending * costs.attention_seconds(size, self._rates)
+            + self._attending * costs.attention_seconds(size.attention, self._rates)
             + self._overhead * self._rates.overhead(size.tokens, size.rows, size.chunks)
         )
 

@@ -20,7 +20,7 @@ from octavo.engine.calibration import Calibration, CalibrationKey, KindError, Mo
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import load_engine
 from octavo.executor.base import Batch, StepResult
-from octavo.executor.cost import Arithmetic, CostModel, Rates, chunks_of
+from octavo.executor.cost import Arithmetic, CostModel, Rates
 from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import WeightFormat
@@ -108,7 +108,7 @@ def batches(seed: int = 0, count: int = 150) -> list[Batch]:
 def observed(rates: Rates, noise: float, seed: int = 0, count: int = 150) -> list[Observation]:
     rng = np.random.default_rng(seed)
     return [
-        Observation(each, COSTS.step(each, rates).seconds * math.exp(rng.normal(0, noise)))
+        Observation(each, COSTS.seconds(each, rates) * math.exp(rng.normal(0, noise)))
         for each in batches(seed, count)
     ]
 
@@ -195,9 +195,9 @@ def test_held_up_steps_count_in_the_mean() -> None:
 @pytest.mark.parametrize("rates", [TRUE, LIMITS])
 def test_a_slower_machine_takes_so_much_longer(rates: Rates) -> None:
     for each in batches(4, 10):
-        before, after = (COSTS.step(each, rate).seconds for rate in (rates, rates.slowed(1.5, 1.5)))
+        before, after = (COSTS.seconds(each, rate) for rate in (rates, rates.slowed(1.5, 1.5)))
         assert after == pytest.approx(1.5 * before, rel=1e-12)
-        assert before < COSTS.step(each, rates.slowed(1.2, 1.5)).seconds <= after * (1 + 1e-12)
+        assert before < COSTS.seconds(each, rates.slowed(1.2, 1.5)) <= after * (1 + 1e-12)
     assert rates.slowed(1.0, 1.0) == rates
 
 
@@ -212,8 +212,8 @@ def test_parts_add_up_to_the_step(seed: int, knee: float, attention_knee: float)
     rates = replace(TRUE, knee=knee, attention_knee=attention_knee)
     for each in batches(seed, 5):
         parts = sum(count * cost.seconds(rates) for cost, count in COSTS.parts(each))
-        overhead = rates.overhead(each.num_tokens, len(each.logits_rows), chunks_of(each))
-        assert COSTS.step(each, rates).seconds == pytest.approx(parts + overhead, rel=1e-12)
+        overhead = rates.overhead(*COSTS.size(each)[:3])
+        assert COSTS.seconds(each, rates) == pytest.approx(parts + overhead, rel=1e-12)
         ops = sum(cost.seconds(rates) for cost in COSTS.by_op(each))
         assert ops == pytest.approx(parts, rel=1e-9)
 

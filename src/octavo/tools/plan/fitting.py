@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from octavo.engine.calibration import KindError, Slowness
 from octavo.executor.base import Batch
-from octavo.executor.cost import SHARPEST, Arithmetic, CostModel, OpCost, Rates, chunks_of
+from octavo.executor.cost import SHARPEST, Arithmetic, CostModel, OpCost, Rates
 
 Array = npt.NDArray[np.float64]
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -159,6 +159,7 @@ class _Steps(NamedTuple):
     @classmethod
     def of(cls, costs: CostModel, observations: Sequence[Observation]) -> _Steps:
         each = [costs.parts(observation.batch) for observation in observations]
+        sizes = [costs.size(observation.batch) for observation in observations]
         parts = []
         for column in zip(*each, strict=True):
             (first, count), *_ = column
@@ -170,9 +171,9 @@ class _Steps(NamedTuple):
         weights = np.array([among[kind] ** -0.5 for kind in kinds])
         return cls(
             parts,
-            np.array([each.batch.num_tokens for each in observations]),
-            np.array([len(each.batch.logits_rows) for each in observations]),
-            np.array([chunks_of(each.batch) for each in observations]),
+            np.array([size.tokens for size in sizes]),
+            np.array([size.rows for size in sizes]),
+            np.array([size.chunks for size in sizes]),
             np.array([each.seconds for each in observations]),
             weights / weights.mean(),
         )

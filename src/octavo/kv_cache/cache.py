@@ -486,7 +486,7 @@ class KvCache:
         first, full = self._registered[slot], int(self.num_tokens[slot]) // size
         content = tokens[first * size : full * size].tobytes()
         stride = size * tokens.itemsize
-        to_save = None if self.connectors is None else self.connectors.saves.queue
+        filled = None if self.connectors is None else self.connectors.filled
         last = tip
         for at, blocks in enumerate(self.tables[:, slot, first:full].T.tolist()):
             node = index.add(last, content[at * stride : (at + 1) * stride])
@@ -496,8 +496,8 @@ class KvCache:
             for group, block in enumerate(blocks):
                 if block >= 0:
                     index.put(node, group, block)
-                    if to_save is not None:
-                        to_save.append((node, group, block))
+                    if filled is not None:
+                        filled.append((node, group, block))
             last = node
         else:
             self._tip[slot] = last

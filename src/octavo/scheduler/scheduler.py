@@ -208,8 +208,8 @@ class Scheduler:
     def _schedule_prompts(self, budget: TokenBudget, preemptions: int) -> list[Chunk]:
         """Serve the prompts, in their order, until the budget is spent."""
         chunks: list[Chunk] = []
-        for seq, others in self._prompts(preemptions):
-            if chunk := self._chunk(seq, budget, others):
+        for seq in self._prompts(preemptions):
+            if chunk := self._chunk(seq, budget):
                 chunks.append(chunk)
             self._served.add(seq)
             if budget.spent or not (chunk or self.config.chunked_prefill):
@@ -219,16 +219,15 @@ class Scheduler:
             chunks[0] = self._extend(chunks[0], budget)
         return chunks
 
-    def _prompts(self, preemptions: int) -> Iterator[tuple[Sequence, Items[Sequence]]]:
+    def _prompts(self, preemptions: int) -> Iterator[Sequence]:
         """Iterate over the prompts in the order of service: the one with the lowest rank, then the
-        others from the shortest on, and newcomers as they are admitted; each with the prompts under
-        way that come after it, which only the first has. No newcomer is admitted if this step has
-        preempted: the preempted sequence would be admitted again at once.
+        others from the shortest on, and newcomers as they are admitted. No newcomer is admitted if
+        this step has preempted: the preempted sequence would be admitted again at once.
         """
         admit = self._admit if self.config.batching == "continuous" else self._admit_batch
         may_admit = True
 
-        def newcomers(shorter_than: float) -> Iterator[tuple[Sequence, Items[Sequence]]]:
+        def newcomers(shorter_than: float) -> Iterator[Sequence]:
             nonlocal may_admit
             while may_admit and self.num_preemptions == preemptions:
                 head = self._next_waiting()
@@ -237,20 +236,18 @@ class Scheduler:
                 admitted = admit()
                 may_admit = admitted is not None
                 if admitted is not None:
-                    yield admitted, ()
+                    yield admitted
 
         self.prefilling.sort(key=self.policy.rank)  # ranks may have changed
-        first, *others = self.prefilling or (None,)
-        if first is not None:
-            yield first, others
-        others = [seq for seq in others if seq.status is Status.PREFILLING]
+        yield from self.prefilling[:1]
+        others = [seq for seq in self.prefilling if seq not in self._served]
         for seq in sorted(others, key=self._missing):
             yield from newcomers(self._missing(seq))
             if seq.status is Status.PREFILLING:
-                yield seq, ()
+                yield seq
         yield from newcomers(inf)
 
-    def _chunk(self, seq: Sequence, budget: TokenBudget, others: Items[Sequence]) -> Chunk | None:
+    def _chunk(self, seq: Sequence, budget: TokenBudget) -> Chunk | None:
         """Schedule as many of a prompt's missing tokens as budget and blocks allow; none before all
         of its cached prefix is in the pool.
         """
@@ -262,7 +259,7 @@ class Scheduler:
         if budget.tokens < missing and not self.config.chunked_prefill:
             return None
         count = budget.fit(start, missing, scored=scored)
-        if count < missing and self._shorter_behind(missing, others):
+        if count < missing and self._shorter_behind(seq, missing):
             count = budget.fit(start, missing, scored=scored, half=True)
         if count < 1:
             return None
@@ -318,15 +315,16 @@ class Scheduler:
             cached = max(cached, seq.prefetch.num_tokens)  # it is being read
         return len(seq.token_ids) - cached
 
-    def _shorter_behind(self, missing: int, others: Items[Sequence]) -> bool:
-        """Return whether a prompt with fewer than ``missing`` tokens is behind this one: one of the
-        ``others`` under way, or of those that wait, as far as there are slots. Then this prompt
-        takes no more than half of what is left of a step.
+    def _shorter_behind(self, seq: Sequence, missing: int) -> bool:
+        """Return whether a prompt with fewer than ``missing`` tokens is behind this one: another
+        under way, or one of those that wait, as far as there are slots. Then this prompt takes no
+        more than half of what is left of a step.
         """
-        if any(self._missing(other) < missing for other in others):
-            return True
+        for other in self.prefilling:
+            if other is not seq and other not in self._served and self._missing(other) < missing:
+                return True
         slots = min(self._free_slots, _LOOKED_AT)
-        return any(len(seq.token_ids) < missing for seq in islice(self.policy, max(0, slots)))
+        return any(len(other.token_ids) < missing for other in islice(self.policy, max(0, slots)))
 
     def _schedule_drafts(
         self, budget: TokenBudget, proposer: Proposer | None
@@ -336,8 +334,7 @@ class Scheduler:
         """
         if proposer is None or not self.decoding or self.isolated is not None:
             return None, {}
-        room = budget.drafts()
-        if room < 1:
+        if (room := budget.drafts()) < 1:
             return None, {}
         num_tokens = self.config.max_num_batched_tokens - budget.tokens
         guesses = proposer.propose(self.decoding, num_tokens, room)

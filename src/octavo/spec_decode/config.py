@@ -142,12 +142,7 @@ class SpeculativeConfig:
     def orders(self) -> tuple[int, int]:
         """Return the shortest and the longest n-gram looked up."""
         lowest, highest = self.prompt_lookup_min, self.prompt_lookup_max
-        if lowest is None and highest is None:
-            return 2, 4
-        if lowest is None or highest is None:
-            only = lowest or highest or 0
-            return only, only
-        return lowest, highest
+        return lowest or highest or 2, highest or lowest or 4
 
     @property
     def longest(self) -> int:

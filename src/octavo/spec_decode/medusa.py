@@ -51,7 +51,9 @@ def head_weights(heads: Heads, checkpoint: Checkpoint, threads: int = 1) -> dict
     """Return by role all that the heads add to the target's weights: their matrices rounded to 8
     bits, and the chosen rows of the logits matrix unchanged.
     """
-    given = {_role(name): weight for name, weight in heads.weights.items()}
+    given = {
+        f"medusa.{name.removesuffix('.weight')}": weight for name, weight in heads.weights.items()
+    }
     weights = rounded(replace(checkpoint, path=heads.path, weights=given), "int8", threads).weights
     weights[_LOGITS] = _rows_of(checkpoint.weights[checkpoint.config.head], heads.token_map)
     return weights
@@ -101,11 +103,6 @@ def head_programs(heads: Heads, target: Program) -> list[Program]:
         whole = Input("x"), *ops, Logits("x", _LOGITS, last.softcap)
         programs.append(Program(config, whole, widths, weights))
     return programs
-
-
-def _role(name: str) -> str:
-    """Return the role of a head's tensor."""
-    return f"medusa.{name.removesuffix('.weight')}"
 
 
 def _rows_of(matrix: Weight, rows: npt.NDArray[np.int32]) -> Weight:

@@ -72,8 +72,8 @@ class Oracle:
         if count == 0:
             return Draft([0] * 3 if self.kind == "long" else [])
         assert self.speculator._lookup is not None
-        numbers = self.speculator._lookup.numbers
-        seq = next(seq for seq, number in numbers.items() if number == sequence)
+        texts = self.speculator._lookup.texts
+        seq = next(seq for seq, (number, _) in texts.items() if number == sequence)
         assert self._texts[sequence] == seq.token_ids.tolist()
         owner = seq.owner
         generated = len(seq.token_ids) - owner.prompt_tokens
@@ -112,8 +112,8 @@ class Coin:
     def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
         assert self.speculator is not None
         assert self.speculator._lookup is not None
-        numbers = self.speculator._lookup.numbers
-        seq = next(seq for seq, number in numbers.items() if number == sequence)
+        texts = self.speculator._lookup.texts
+        seq = next(seq for seq, (number, _) in texts.items() if number == sequence)
         self._states[sequence] = seq.output.sampler
 
     def extend(self, sequence: int, token_ids: Sequence[int]) -> None: ...

@@ -678,9 +678,9 @@ def test_nobody_gives_way_for_what_a_step_has_no_time_for() -> None:
     scheduler._served.add(seq)  # the stream would be the one
     while kv.pool.num_free:
         kv.pool.allocate()
-    assert scheduler._chunk(seq, budget, ()) is None
+    assert scheduler._chunk(seq, budget) is None
     kv._to_load.pop(seq.slot)
-    assert scheduler._chunk(seq, budget, ()) is None
+    assert scheduler._chunk(seq, budget) is None
     assert not scheduler.num_preemptions
 
 

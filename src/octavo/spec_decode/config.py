@@ -25,6 +25,8 @@ _OPTIONS = {
     "suffix": {"suffix_decoding_max_cached_requests", "suffix_decoding_alternatives"},
     "medusa": {"model", "lookup", "suffix_decoding_max_cached_requests"},
 }
+# What ``model`` is for the methods that need one.
+_NEEDED_MODEL = {"draft_model": "one", "medusa": "the folder of the heads"}
 # Methods whose drafters are made for a loaded model.
 _COMPUTING = frozenset({"draft_model", "layer_skip", "medusa"})
 # The range of each number.
@@ -39,10 +41,6 @@ _RANGES = {
 
 def _fail(reason: str) -> NoReturn:
     raise ValueError(f"speculative_config: {reason}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +83,10 @@ class SpeculativeConfig:
                 _fail(f"{name} has no part in method {method!r}")
             if name in _RANGES:
                 low, high = _RANGES[name]
-                if not _is_int(value) or not low <= value <= high:
+                if type(value) is not int or not low <= value <= high:
                     _fail(f"{name} is {value!r}; it must be an integer from {low} to {high}")
-        if method == "medusa" and not (isinstance(self.model, str) and self.model):
-            _fail(f"model is {self.model!r}; method 'medusa' needs the folder of the heads")
-        if method == "draft_model" and not (isinstance(self.model, str) and self.model):
-            _fail(f"model is {self.model!r}; method {method!r} needs one")
+        if method in _NEEDED_MODEL and not (isinstance(self.model, str) and self.model):
+            _fail(f"model is {self.model!r}; method {method!r} needs {_NEEDED_MODEL[method]}")
         if self.lookup is not None and not isinstance(self.lookup, bool):
             _fail(f"lookup is {self.lookup!r}, neither true nor false")
         if self.lookup is False and self.suffix_decoding_max_cached_requests is not None:
@@ -116,7 +112,7 @@ class SpeculativeConfig:
         if not isinstance(given, list | tuple) or not given:
             _fail(f"layers is {given!r}, not a list of numbers")
         for layer in given:
-            if not _is_int(layer) or layer < 0:
+            if type(layer) is not int or layer < 0:
                 _fail(f"layers has {layer!r}, which is no layer")
         object.__setattr__(self, "layers", tuple(sorted(given)))
 
@@ -146,12 +142,7 @@ class SpeculativeConfig:
     def orders(self) -> tuple[int, int]:
         """Return the shortest and the longest n-gram looked up."""
         lowest, highest = self.prompt_lookup_min, self.prompt_lookup_max
-        if lowest is None and highest is None:
-            return 2, 4
-        if lowest is None or highest is None:
-            only = lowest or highest or 0
-            return only, only
-        return lowest, highest
+        return lowest or highest or 2, highest or lowest or 4
 
     @property
     def longest(self) -> int:

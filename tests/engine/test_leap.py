@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from engine.checking import layout, model
 from engine.world import drawn_policy, random_terms
-from octavo.engine.clock import RealClock, VirtualClock
+from octavo.engine.clock import Clock, VirtualClock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.leap import Leap
 from octavo.engine.step_time import StepTimePredictor
@@ -381,7 +381,7 @@ def test_a_promise_is_not_inherited() -> None:
     assert leaps_with(executor=executor(Faulty)) is None
     assert leaps_with(sampler=Repeating(VOCAB)) is None
     assert leaps_with(clock=Ticking()) is None
-    assert leaps_with(clock=RealClock()) is None
+    assert leaps_with(clock=Clock()) is None
     patched = executor(SimulatedExecutor)
     patched.execute = executor(Faulty).execute  # type: ignore[method-assign]
     assert leaps_with(executor=patched) is None

@@ -25,7 +25,7 @@ import octavo.loader
 from engine.connecting import eager_connectors
 from executor import tiny
 from octavo import _native
-from octavo.engine.clock import RealClock
+from octavo.engine.clock import Clock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.outputs import Delta
 from octavo.engine.step_time import StepTimePredictor, guessed
@@ -311,7 +311,7 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         executor,
         scheduler,
         recorder,
-        RealClock(),
+        Clock(),
         vocab_size=vocab,
         eos_token_ids={EOS},
         speculator=speculator,

@@ -19,9 +19,8 @@ from engine.connecting import FaultyDisk, Remote, told_connectors
 from engine.drafting import Branching, Oracle
 from engine.shooting import Shot, shooting
 from octavo.engine.clock import VirtualClock
-from octavo.engine.detokenize import IncrementalDetokenizer, Released
 from octavo.engine.engine import Step
-from octavo.engine.outputs import Delta
+from octavo.engine.outputs import Delta, SequenceOutput
 from octavo.kv_cache.transfer_cost import Measured
 from octavo.sampling.params import InvalidParameter, SamplingParams
 from octavo.scheduler.request import (
@@ -58,23 +57,23 @@ class Leaping(VirtualClock):
         self._now += seconds
 
 
-class Words(IncrementalDetokenizer):
+class Words(SequenceOutput):
     """A word a token, the last of which is held back. The next push after ``fail`` fails."""
 
     fail = False
 
-    def __init__(self, params: SamplingParams, ending_ids: frozenset[int]) -> None:
-        super().__init__(None, params, ending_ids)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(None, *args)
         self._held = ""
 
-    def push(self, token_ids: Sequence[int]) -> Released:
+    def push(self, token_ids: Sequence[int]) -> tuple[str, int, FinishReason | None, Any]:
         if Words.fail:
             Words.fail = False
             raise UnicodeError("injected")
-        released = super().push(token_ids)
-        words = [self._held, *(f"{token} " for token in token_ids[: released.num_tokens])]
-        self._held = "" if released.finished else words.pop()
-        return released._replace(text="".join(words))
+        _, count, reason, stop = super().push(token_ids)
+        words = [self._held, *(f"{token} " for token in token_ids[:count])]
+        self._held = "" if reason else words.pop()
+        return "".join(words), count, reason, stop
 
     def finish(self) -> str:
         held, self._held = self._held, ""
@@ -289,7 +288,7 @@ class World:
                 import_blocks(blocks, data)
 
             self.executor.import_blocks = slow_import  # type: ignore[method-assign]
-        self.engine.new_text = Words
+        self.engine.new_output = Words  # type: ignore[assignment]
         Words.fail = False
         if setting.drafter is not None:
             oracle = Oracle(setting.drafter, self.sampler)

@@ -61,7 +61,7 @@ async def observed_server(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient
     metrics = Metrics(MODEL, engine.stats, 512)
     metrics.info("build_info", "The program.", {"version": "1"})
     metrics.info("cache_config_info", "The paged cache.", {"block_size": 16, "num_blocks": 24})
-    prediction = Prediction(engine.engine, executor.costs, Rates(step_overhead=0.001))
+    prediction = Prediction(engine.engine, Rates(step_overhead=0.001))
     prediction.tell = metrics.predicting(lambda: prediction.ratio)
     engine.observe(prediction)
     async with (

@@ -26,7 +26,7 @@ import uvicorn
 
 from octavo import __version__
 from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.calibration import Calibration
+from octavo.engine.calibration import Calibration, Prediction
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import LoadedEngine
 from octavo.engine.sampling_defaults import sampling_defaults
@@ -122,13 +122,13 @@ def build_server(
     config = replace(config, named_keys=named)
     for line in told:
         log.warning("%s", line)
-    defaults = sampling_defaults(
+    defaults, of_defaults = sampling_defaults(
         loaded.checkpoint, config.generation_config, config.override_generation_config
     )
     calibration = Calibration.of_engine(loaded)
     if calibration is not None:
         loaded.engine.step_times.calibrate(calibration.current, calibration.noise)
-    for line in (*loaded.report().splitlines(), _predictions(calibration), defaults.report()):
+    for line in (*loaded.report().splitlines(), _predictions(calibration), of_defaults):
         if line:
             log.info("%s", line)
     if named and loaded.config.enable_prefix_caching:
@@ -141,7 +141,7 @@ def build_server(
         chat_template=loaded.checkpoint.chat_template,
         max_model_len=loaded.max_model_len,
         root=utf8(public_name(model)),
-        sampling_defaults=defaults.values,
+        sampling_defaults=defaults,
         control_tokens_in_content=config.control_tokens_in_content,
     )
     engine = AsyncEngine(
@@ -162,7 +162,7 @@ def build_server(
         },
     )
     if calibration is not None:
-        prediction = calibration.prediction(loaded)
+        prediction = Prediction(loaded.engine, calibration.current)
         prediction.tell = metrics.predicting(lambda: prediction.ratio)
         engine.observe(prediction)
     trace = None

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from octavo.engine.calibration import KindError, Slowness
+from octavo.engine.calibration import KindError
 from octavo.executor.base import Batch
 from octavo.executor.cost import SHARPEST, Arithmetic, CostModel, OpCost, Rates
 
@@ -95,19 +95,20 @@ def slowness(
     held_up: float = 1.0,
     *,
     believed: float = BELIEVED,
-) -> Slowness:
-    """What has become of a machine that had ``rates`` and ``held_up`` of `Fitted`, from few steps:
-    too few to say how often steps are held up, which is taken to be as it was. ``believed``: how
-    much of the change, in logarithms, is taken to last.
+) -> tuple[float, float]:
+    """How many times as long memory and processor take as when a machine had ``rates`` and
+    ``held_up`` of `Fitted`, from few steps: too few to say how often steps are held up, which is
+    taken to be as it was. ``believed``: how much of the change, in logarithms, is taken to last.
     """
     swift = rates.slowed(1 / held_up)
 
     def slowed(found: Array) -> Rates:
         return swift.slowed(*np.exp(found).tolist())
 
-    same = [Parameter(name, 1.0, 0.2) for name in Slowness._fields]
+    same = [Parameter(name, 1.0, 0.2) for name in ("memory", "processor")]
     found, _ = solve(_Steps.of(costs, observations), same, slowed)
-    return Slowness(*np.exp(believed * found).tolist())
+    memory, processor = np.exp(believed * found).tolist()
+    return memory, processor
 
 
 def _parameters(limits: Rates, attention: Arithmetic) -> list[Parameter]:

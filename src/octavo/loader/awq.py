@@ -17,7 +17,7 @@ from octavo.loader.base import Bytes, Quantization, Weight
 from octavo.loader.grouped import Parts
 from octavo.loader.hf_folder import HfWeights
 from octavo.loader.layout import FLOATS, Layout, Module, Setting, bits_of, sized, wide
-from octavo.loader.section import Section
+from octavo.models.section import Section
 
 # Outputs of the low and the high nibbles of a word's four bytes.
 _LOW, _HIGH = (0, 4, 1, 5), (2, 6, 3, 7)

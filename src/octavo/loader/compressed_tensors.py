@@ -33,7 +33,7 @@ from octavo.loader.layout import (
     wide,
     words_columns,
 )
-from octavo.loader.section import Section
+from octavo.models.section import Section
 
 PACKED = ("pack-quantized",)
 PLAIN = ("int-quantized", "naive-quantized")

@@ -1,15 +1,11 @@
 """A builder of Programs: what the layers of all decoder families share.
 
 Values: ``x`` is the residual stream, ``h`` a row on its way into or out of half a layer.
-
-`ModelConfig.residual_scale` scales what each half of a layer adds to the stream: x + r h. With
-y = x / r that is y + h, and a norm of y equals the norm of x when its epsilon is divided by r²: so
-the stream is kept as y, and nothing is multiplied at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from octavo.models.config import Experts, Layer, ModelConfig
 from octavo.models.program import (
@@ -32,8 +28,10 @@ from octavo.models.program import (
 class Builder:
     """Collect ops and the shapes of the weights they name, layer by layer."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, norm: Callable[..., Op] = RmsNorm) -> None:
+        """``norm`` takes what `RmsNorm` takes."""
         c = self.config = config
+        self._norm = norm
         q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self.widths = {
             "x": c.hidden_size,
@@ -47,6 +45,7 @@ class Builder:
         }
         self.ops: list[Op] = []
         self.weights: dict[str, tuple[int, ...]] = {}
+        self.eps = c.norm_eps
         self._index = 0
         self._prefix = ""
 
@@ -55,9 +54,8 @@ class Builder:
         self.ops.append(op)
         self.weights |= op.weight_shapes(self.widths, self.config)
 
-    def embed(self) -> None:
-        c = self.config
-        self.append(Embed("token_embd", "x", c.embedding_scale / c.residual_scale))
+    def embed(self, scale: float) -> None:
+        self.append(Embed("token_embd", "x", scale))
 
     def layers(self) -> Iterator[Layer]:
         """Yield the config's layers; what is written meanwhile belongs to the current one."""
@@ -66,39 +64,43 @@ class Builder:
             yield layer
         self._prefix = ""
 
+    def role(self, name: str) -> str:
+        """Return the role of a weight: of the current layer, or of none."""
+        return self._prefix + name
+
     def norm(self, x: str, name: str, out: str, group: int = 0, scale: float = 1.0) -> None:
-        eps = self.config.norm_eps
-        if x == "x":
-            eps /= self.config.residual_scale**2
-        self.append(RmsNorm(x, self._prefix + name, out, eps, group, scale))
+        self.append(self._norm(x, self.role(name), out, self.eps, group, scale))
 
     def linear(self, x: str, name: str, out: str) -> None:
-        weight = self._prefix + name
+        weight = self.role(name)
         bias = f"{weight}.bias" if name in self.config.biases else None
         self.append(Linear(x, weight, out, bias))
 
     def project_qkv(self, x: str) -> None:
-        for out in "qkv":
-            self.linear(x, f"attn_{out}", out)
+        self.linear(x, "attn_q", "q")
+        self.linear(x, "attn_k", "k")
+        self.linear(x, "attn_v", "v")
 
-    def attend(self, layer: Layer) -> None:
-        """Write down attention, from q, k and v to h."""
+    def attend(self, layer: Layer, out: str = "h") -> None:
+        """Write down attention, from q, k and v to ``out``."""
         c, index = self.config, self._index
         self.append(RopeAndStoreKv("q", "k", "v", index, layer.rope))
         self.append(
             PagedAttention("q", "attn", index, c.attention_scale, layer.window, c.attention_softcap)
         )
-        self.linear("attn", "attn_output", "h")
+        self.linear("attn", "attn_output", out)
 
-    def feed_forward(self, x: str, experts: Experts | None) -> None:
-        """Write down a gated feed-forward layer, or experts, from x to h."""
-        activation = self.config.activation
-        if experts is None:
-            self.linear(x, "ffn_gate", "gate")
-            self.linear(x, "ffn_up", "up")
-            self.append(GatedActivation("gate", "up", "gate", activation))
-            self.linear("gate", "ffn_down", "h")
+    def feed_forward(self, x: str, experts: Experts | None = None, out: str = "h") -> None:
+        """Write down a gated feed-forward layer, or experts, from x to ``out``."""
+        if experts is not None:
+            self._sparse_feed_forward(x, experts, out)
             return
+        self.linear(x, "ffn_gate", "gate")
+        self.linear(x, "ffn_up", "up")
+        self.append(GatedActivation("gate", "up", "gate", self.config.activation))
+        self.linear("gate", "ffn_down", out)
+
+    def _sparse_feed_forward(self, x: str, experts: Experts, out: str) -> None:
         wide = experts.chosen * experts.intermediate_size
         self.widths |= {
             "router": experts.count,
@@ -107,9 +109,10 @@ class Builder:
             "expert_up": wide,
             "expert_out": experts.chosen * self.config.hidden_size,
         }
+        activation = self.config.activation
 
         def linear(x: str, name: str, out: str) -> None:
-            self.append(ExpertLinear(x, "route", self._prefix + name, out, experts))
+            self.append(ExpertLinear(x, "route", self.role(name), out, experts))
 
         self.linear(x, "ffn_gate_inp", "router")
         self.append(Route("router", "route", experts))
@@ -117,11 +120,11 @@ class Builder:
         linear(x, "ffn_up_exps", "expert_up")
         self.append(GatedActivation("expert_gate", "expert_up", "expert_gate", activation))
         linear("expert_gate", "ffn_down_exps", "expert_out")
-        self.append(Combine("expert_out", "route", "h", experts))
+        self.append(Combine("expert_out", "route", out, experts))
 
-    def add(self) -> None:
-        """Add h to the residual stream."""
-        self.append(Add("x", "h", "x"))
+    def add(self, h: str = "h") -> None:
+        """Add a value to the residual stream."""
+        self.append(Add("x", h, "x"))
 
     def head(self) -> Program:
         c = self.config

@@ -22,8 +22,8 @@ def keep_layers(program: Program, layers: Collection[int]) -> Program:
     ops: list[Op] = []
     layer: int | None = None  # that the op belongs to
     for op in program.ops:
-        # An op without a weight belongs with the one before it.
-        if (role := getattr(op, "weight", None)) is not None:
+        # An op that has no weights belongs with the one before it.
+        for role in op.weight_shapes(program.widths, program.config):
             layer = _layer(role)
         if layer is None or layer in kept:
             ops.append(op)

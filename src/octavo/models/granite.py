@@ -1,0 +1,64 @@
+"""Granite (Granite Team, 2024): Llama with four multipliers.
+
+Those of the embedding, of attention and of the logits have a place in the ops. The fourth scales
+what each half of a layer adds to the residual stream: x + r h. With y = x / r that is y + h, and a
+norm of y equals the norm of x when its epsilon is divided by r²: so the stream is kept as y, and
+nothing is multiplied at all.
+"""
+
+from __future__ import annotations
+
+from octavo.models.build import Builder
+from octavo.models.config import ModelConfig
+from octavo.models.family import Family, Fixed, Form, Key
+from octavo.models.hf_type import KV_HEADS, LLAMA_DEFAULTS, HfType
+from octavo.models.program import Program
+
+
+def program(c: ModelConfig) -> Program:
+    b = Builder(c)
+    b.eps = c.norm_eps / c.residual_scale**2
+    b.embed(c.embedding_scale / c.residual_scale)
+    for layer in b.layers():
+        b.norm("x", "attn_norm", "h")
+        b.project_qkv("h")
+        b.attend(layer)
+        b.add()
+        b.norm("x", "ffn_norm", "h")
+        b.feed_forward("h")
+        b.add()
+    return b.head()
+
+
+FAMILY = Family(
+    name="granite",
+    title="Granite 3",
+    program=program,
+    keys=(
+        Key("attention_scale", "attention_multiplier", "attention.scale", default=0.0),
+        Key("embedding_scale", "embedding_multiplier", "embedding_scale"),
+        Key("residual_scale", "residual_multiplier", "residual_scale"),
+        Key("logits_scale", "logits_scaling", "logit_scale", form=Form.INVERSE),
+    ),
+    fixed=(
+        Fixed(True, gguf="rope.scaling.finetuned", otherwise="means no rotary positions, and "),
+    ),
+    hf=(
+        HfType(
+            model_type="granite",
+            classes="Granite",
+            tokenizer="",
+            defaults={
+                **LLAMA_DEFAULTS,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "embedding_multiplier": 1.0,
+                "logits_scaling": 1.0,
+                "residual_multiplier": 1.0,
+                "attention_multiplier": 1.0,
+            },
+            computed={"num_key_value_heads": KV_HEADS},
+        ),
+    ),
+    interleaved=True,
+)

@@ -25,7 +25,7 @@ from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.request import Outcome, Request, RequestRecord
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.token_budget import ALONE, LEAST
-from octavo.spec_decode.scripted import ScriptedDrafter
+from octavo.spec_decode.scripted_drafter import ScriptedDrafter
 from octavo.spec_decode.speculator import Speculator
 
 # Of the tiny model: 1 ms to read the weights, 0.1 ms a token, and attention that is felt.

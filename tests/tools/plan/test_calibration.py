@@ -35,7 +35,7 @@ from octavo.tools.plan.calibrating import misfit
 from octavo.tools.plan.fitting import Observation, fit, kind_of, slowness
 from octavo.tools.plan.hardware import Device
 from octavo.tools.plan.observing import Unobservable, observe, probe
-from octavo.tools.plan.quantization import Stored
+from octavo.tools.plan.quantization import StoredWeights
 from octavo.tools.plan.simulation import Setup, simulated_engine
 
 CONFIG = ModelConfig(
@@ -457,7 +457,7 @@ def setup(measured: bool = True, threads: int = 2) -> Setup:
     sizes = {role: 2 * math.prod(shape) for role, shape in PROGRAM.weights.items()}
     return Setup(
         planned.Subject("a model", PROGRAM),
-        Stored("as stored", formats, sizes, None, {}),
+        StoredWeights("as stored", formats, sizes, None, {}),
         Device("a machine", lambda _: LIMITS, 1 << 30, measured=measured),
         EngineConfig(threads=threads, kv_cache_memory_bytes=1 << 24),
     )

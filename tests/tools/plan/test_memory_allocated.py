@@ -22,26 +22,26 @@ from octavo.loader import load
 from octavo.loader.base import Checkpoint, Tokenizer, Weight, WeightFormat
 from octavo.loader.rounding import rounded
 from octavo.models import families
-from octavo.tools.plan.memory import Draft, Load, Place, need
+from octavo.tools.plan.memory_plan import DeviceMemory, PlannedDraftModel, ServingLoad, need
 from octavo.tools.plan.quantization import as_rounded, as_stored, held, in_scheme
 from octavo.tools.plan.schemes import GGUF, scheme
 from octavo.tools.plan.subject import Subject
 from oracle.tiny_folders import FAMILIES, QUANTIZED, folder, quantized_folder
 
-HERE = Place("here", 1 << 40, here=True)
+HERE = DeviceMemory("here", 1 << 40, here=True)
 ORACLE = FAMILIES.parent
 GGUFS = sorted(path.name for path in ORACLE.glob("*.gguf"))
 FOLDERS = sorted(path.name for path in FAMILIES.iterdir())
 
 
-def load_of(subject: Subject, **changes: object) -> Load:
+def load_of(subject: Subject, **changes: object) -> ServingLoad:
     stored = as_stored(subject)
     assert stored is not None
-    made = Load(subject, stored, 64, 1, KvDtype.BF16, EngineConfig())
+    made = ServingLoad(subject, stored, 64, 1, KvDtype.BF16, EngineConfig())
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def check(path: Path, planned: Load, **settings: object) -> None:
+def check(path: Path, planned: ServingLoad, **settings: object) -> None:
     """Loads it with the planned cache, and compares."""
     predicted = need(replace(planned, config=replace(planned.config, memory_utilization=1.0)), HERE)
     assert predicted is not None
@@ -162,7 +162,7 @@ def test_every_format(family: str, format: WeightFormat, isa: str) -> None:
     if format is WeightFormat.I3:
         own = scheme("gptq", 3, 64)
     stored = in_scheme(subject, own, own)
-    planned = Load(subject, stored, 64, 1, KvDtype.BF16, EngineConfig(isa=isa))
+    planned = ServingLoad(subject, stored, 64, 1, KvDtype.BF16, EngineConfig(isa=isa))
     weights = {}
     for role, shape in subject.program.weights.items():
         matrix = len(shape) > 1
@@ -201,7 +201,7 @@ def test_a_draft_model_beside_it(dtype: KvDtype, models: dict[str, Path]) -> Non
         users=5,
         dtype=dtype,
         config=EngineConfig(speculative_config=speculation),
-        draft=Draft(subject, stored),
+        draft=PlannedDraftModel(subject, stored),
     )
     check(path, planned)
 

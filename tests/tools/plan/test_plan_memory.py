@@ -21,10 +21,10 @@ from octavo.kv_cache.cache import peak_blocks
 from octavo.kv_cache.layout import KvDtype
 from octavo.loader.base import CheckpointError
 from octavo.tools.plan.hardware import PUBLISHED
-from octavo.tools.plan.memory import (
-    KvCache,
-    Load,
-    Place,
+from octavo.tools.plan.memory_plan import (
+    DeviceMemory,
+    KvCacheSize,
+    ServingLoad,
     alternatives,
     kv_cache_bytes,
     kv_cache_steps,
@@ -92,9 +92,11 @@ def test_the_engine_has_the_same_cache() -> None:
             stored = weights_on(device, subject)
             cache, layout = Setup(subject, stored, device, config).plan()
             assert device.memory_bytes is not None
-            place = Place(device.name, device.memory_bytes, here, gpu=not here)
+            place = DeviceMemory(device.name, device.memory_bytes, here, gpu=not here)
             asked = place.usual(replace(EngineConfig(), **given), given)
-            found = need(Load(subject, as_asked(subject), 8192, 1, KvDtype.BF16, asked), place)
+            found = need(
+                ServingLoad(subject, as_asked(subject), 8192, 1, KvDtype.BF16, asked), place
+            )
             assert found is not None
             assert (found.weight_bytes, found.work_bytes) == (stored.bytes, cache.work_bytes)
             assert found.budget // layout.block_bytes == cache.num_blocks
@@ -143,7 +145,7 @@ def test_factors_multiply_and_terms_add_up(
     dtype: KvDtype,
     block_size: int,
 ) -> None:
-    cache = KvCache.made_of(layers, kv_heads, head_dim, context, users, dtype, block_size)
+    cache = KvCacheSize.made_of(layers, kv_heads, head_dim, context, users, dtype, block_size)
     assert prod(cache.factors.values()) == cache.numbers
     assert cache.numbers + cache.scales + cache.padding == cache.bytes
     assert cache.padding >= 0
@@ -169,8 +171,8 @@ def test_whatever_is_said_to_fit_fits(
     subject = Subject.find(name)
     bf16 = scheme("bf16")
     stored = in_scheme(subject, bf16, bf16)
-    load = Load(subject, stored, context, users, dtype, EngineConfig())
-    place = Place("somewhere", memory)
+    load = ServingLoad(subject, stored, context, users, dtype, EngineConfig())
+    place = DeviceMemory("somewhere", memory)
     found = need(load, place)
     assert found is not None
     assert found.kv_bytes == load.cache.paged_bytes

@@ -18,7 +18,7 @@ import strict_json
 from octavo.cli import app
 from octavo.engine.config import EngineConfig
 from octavo.tools.plan.band import FRESH, OF_GIVEN, Doubt, band, doubt, of_calibration, uncertain
-from octavo.tools.plan.capacity import Work, capacity
+from octavo.tools.plan.capacity import TokenCost, capacity
 from octavo.tools.plan.hardware import device, published
 from octavo.tools.plan.report import ROWS, figures, text
 from octavo.tools.plan.saturation import saturation
@@ -313,7 +313,7 @@ def test_tune_does_not_call_an_overload_kept() -> None:
 
 def test_work_left_is_what_has_not_been_given() -> None:
     run = simulate(setup(max_num_seqs=2), load(10, 5.0))
-    work = Work(1.0, 1.0)
+    work = TokenCost(1.0, 1.0)
     for record in run.replay.records:
         first = record.start + record.ttft
         assert work.left(record, record.start) == 32 + 20

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
 from octavo.executor.simulated.simulated import SimulatedExecutor
-from octavo.tools.plan import replay as replays
+from octavo.tools.plan import load_replay
 from octavo.tools.plan.capacity import capacity
 from octavo.tools.plan.hardware import PUBLISHED, Device
+from octavo.tools.plan.load_replay import QUEUE_FULL, replay
 from octavo.tools.plan.phase import prefill_batch
-from octavo.tools.plan.replay import QUEUE_FULL, replay
 from octavo.tools.plan.report import INTERVALS, figures, text
 from octavo.tools.plan.saturation import Saturation, saturation
 from octavo.tools.plan.schemes import scheme
@@ -212,13 +212,13 @@ def test_what_does_not_fit_the_context_is_counted_and_named() -> None:
 
 def test_tokens_of_what_is_too_long_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    draws = replays.draws
+    draws = load_replay.draws
 
     def seen(seed: int, key: int, length: int) -> Any:
         made.append(length)
         return draws(seed, key, length)
 
-    monkeypatch.setattr(replays, "draws", seen)
+    monkeypatch.setattr(load_replay, "draws", seen)
     samples = [
         Sample(length, 5, (Part(RANDOM + 1, length),), arrival=0.0) for length in (99_999_999, 50)
     ]

@@ -27,13 +27,13 @@ from octavo.executor.cost import Rates
 from octavo.tools.plan import confirm, tune_plot
 from octavo.tools.plan.frontier import frontier
 from octavo.tools.plan.hardware import PUBLISHED, Device
+from octavo.tools.plan.load_replay import Replay
 from octavo.tools.plan.quantization import as_rounded
-from octavo.tools.plan.replay import Replay
 from octavo.tools.plan.slo import Figures, Latency, Slo
 from octavo.tools.plan.subject import Subject
 from octavo.tools.plan.tune import Search, Tuned, busiest
 from octavo.tools.plan.tune_space import AS_IT_PAYS, Choice, Space, quantizations, space
-from octavo.tools.plan.tune_trial import Trial, Trials, met
+from octavo.tools.plan.tune_trial import Trials, TuneTrial, met
 from octavo.tools.workload.datasets import Part, Sample, random_prompts
 from octavo.tools.workload.metrics import parse_slo
 
@@ -276,15 +276,15 @@ _LATENCY = st.sampled_from([1.0, 2.0, 5.0, 10.0, 20.0])
 
 
 @st.composite
-def _trials(draw: Callable[[Any], Any]) -> Trial:
+def _trials(draw: Callable[[Any], Any]) -> TuneTrial:
     tokens = draw(st.integers(1, 6))
     latencies = {name: Latency(draw(_LATENCY), draw(_LATENCY)) for name in ("ttft", "tpot", "e2el")}
     figures = Figures(10, 10, 10, 1.0, tokens, latencies)
     plan = CachePlan(1, 2, 3, 4, 5, 6, 7.0)
-    return Trial(DEFAULT, EngineConfig(), plan, figures, 0, False, "")
+    return TuneTrial(DEFAULT, EngineConfig(), plan, figures, 0, False, "")
 
 
-def _beats(one: Trial, other: Trial) -> bool:
+def _beats(one: TuneTrial, other: TuneTrial) -> bool:
     a, b = one.figures, other.figures
     pairs = [(a.output_throughput, b.output_throughput)] + [
         (-a.latencies[name].p99, -b.latencies[name].p99) for name in SLO.limits
@@ -293,7 +293,7 @@ def _beats(one: Trial, other: Trial) -> bool:
 
 
 @given(st.lists(_trials(), max_size=20))
-def test_the_frontier_is_what_nothing_beats(trials: list[Trial]) -> None:
+def test_the_frontier_is_what_nothing_beats(trials: list[TuneTrial]) -> None:
     kept = frontier(trials, SLO)
     assert not any(_beats(one, other) for one in trials for other in kept)
     for trial in trials:
@@ -305,7 +305,7 @@ def test_the_frontier_is_what_nothing_beats(trials: list[Trial]) -> None:
     assert throughputs == sorted(throughputs, reverse=True)
 
 
-def _differ(one: Trial, other: Trial) -> bool:
+def _differ(one: TuneTrial, other: TuneTrial) -> bool:
     return one.figures.output_tokens != other.figures.output_tokens or any(
         one.figures.latencies[name].p99 != other.figures.latencies[name].p99 for name in SLO.limits
     )

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from samples import request, sample
 
 from octavo.engine.snapshot import RequestSnapshot
-from octavo.tools.top.figures import Figures, History
-from octavo.tools.top.view import COLUMNS, State, count, percent, rate, screen, span
+from octavo.tools.top.figures import History, ServerStats
+from octavo.tools.top.view import COLUMNS, ViewState, count, percent, rate, screen, span
 
 URL = "http://127.0.0.1:8000"
 ROWS = [
@@ -56,7 +56,7 @@ ROWS = [
 ]
 
 
-def figures(rows: list[RequestSnapshot] = ROWS, **more: Any) -> Figures:
+def figures(rows: list[RequestSnapshot] = ROWS, **more: Any) -> ServerStats:
     history = History()
     history.add(sample(0))
     facts: dict[str, Any] = {
@@ -81,9 +81,9 @@ def figures(rows: list[RequestSnapshot] = ROWS, **more: Any) -> Figures:
 
 
 def lines(
-    width: int, height: int | None = 24, shown: Figures | None = None, **state: Any
+    width: int, height: int | None = 24, shown: ServerStats | None = None, **state: Any
 ) -> list[str]:
-    found = screen(shown or figures(), State(URL, **state), width, height)
+    found = screen(shown or figures(), ViewState(URL, **state), width, height)
     assert all(line.cell_len <= width for line in found)
     return [line.plain for line in found]
 
@@ -243,7 +243,7 @@ def test_promises_and_drafts_have_a_line_where_there_are_any() -> None:
 
 def test_trouble() -> None:
     assert lines(80, trouble="no answer for 3.00s: refused")[1] == "no answer for 3.00s: refused"
-    nothing = screen(None, State(URL, trouble="no answer for 1.00s: refused"), 80, 24)
+    nothing = screen(None, ViewState(URL, trouble="no answer for 1.00s: refused"), 80, 24)
     assert [line.plain for line in nothing][1] == "no answer for 1.00s: refused"
     assert "draining" in lines(100, shown=figures(draining=True))[0]
 

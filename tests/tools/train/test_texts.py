@@ -17,7 +17,7 @@ from octavo.llm import LLM
 from octavo.loader.base import Checkpoint
 from octavo.loader.dequantize import dequantize
 from octavo.sampling.params import SamplingParams
-from octavo.tools.train.medusa import _HELD_OUT, common_tokens
+from octavo.tools.train.medusa_training import _HELD_OUT, common_tokens
 from octavo.tools.train.prompts import prompts
 from octavo.tools.train.texts import _EVERY, Texts, as_prompts, lines_of, listen, spread
 

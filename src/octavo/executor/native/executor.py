@@ -455,9 +455,9 @@ class _Loader:
         return self.routings[key]
 
     def _built(self, of: Any) -> Any:
-        """Return what the runtime takes in place of a step, or of a part of one (`lower.Step`)."""
+        """Return what the runtime takes in place of a `lower.LoweredStep`, or of a part of one."""
         match of:
-            case lower.Step(kind, args):
+            case lower.LoweredStep(kind, args):
                 built: list[Any] = []
                 for arg in args:
                     if isinstance(arg, lower.Place):
@@ -471,7 +471,7 @@ class _Loader:
                 return _native.Value(buffer.offset, stride, buffer.local)
             case lower.Buffer(offset=offset, local=local):
                 return _native.Prepared(offset, local)
-            case lower.Weight(role, factor):
+            case lower.WeightRef(role, factor):
                 return self._scaled(self.held[role].number, factor)
             case Rope():
                 return self._rope(of)

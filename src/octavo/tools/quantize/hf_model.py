@@ -81,7 +81,7 @@ _FUSED = {
 _LESS_ONE = ("gemma2", "gemma3")
 
 
-class Place(NamedTuple):
+class HfModule(NamedTuple):
     """A tensor or module of the folder, and the roles of which it is made, one below the other."""
 
     name: str  # without ".weight" and the like
@@ -89,7 +89,7 @@ class Place(NamedTuple):
     roles: tuple[str, ...]
 
 
-def places(config: ModelConfig, roles: list[str]) -> Iterator[Place]:
+def places(config: ModelConfig, roles: list[str]) -> Iterator[HfModule]:
     """Yield the place of every role, in their order; fused ones once."""
     seen: set[str] = set()
     for role in roles:
@@ -97,7 +97,7 @@ def places(config: ModelConfig, roles: list[str]) -> Iterator[Place]:
             continue
         if role in _TOP:
             name, _, ending = _TOP[role].rpartition(".")
-            yield Place(name, ending, (role,))
+            yield HfModule(name, ending, (role,))
             continue
         _, layer, part = role.split(".", 2)
         part, bias, _ = part.partition(".bias")
@@ -110,7 +110,7 @@ def places(config: ModelConfig, roles: list[str]) -> Iterator[Place]:
         ending = "bias" if bias else "weight"
         members = tuple(f"layers.{layer}.{each}{bias}" for each in parts)
         seen.update(members)
-        yield Place(f"model.layers.{layer}.{module}", ending, members)
+        yield HfModule(f"model.layers.{layer}.{module}", ending, members)
 
 
 def _part(config: ModelConfig, part: str) -> str:

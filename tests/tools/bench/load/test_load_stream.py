@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.tools.bench.load.stream import Answer, EventSplitter, error_message
+from octavo.tools.bench.load.streamed_answer import EventSplitter, StreamedAnswer, error_message
 
 
 def reference(stream: str) -> list[str]:
@@ -61,8 +61,8 @@ USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":3}}
 DONE = b"data: [DONE]\n\n"
 
 
-def answer(*timed: tuple[bytes, float], status: int = 200) -> Answer:
-    found = Answer(keep_text=True)
+def answer(*timed: tuple[bytes, float], status: int = 200) -> StreamedAnswer:
+    found = StreamedAnswer(keep_text=True)
     found.start = 10.0
     found.status = status
     for data, now in timed:

@@ -1,7 +1,5 @@
 """octavo train, as a command."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,8 +93,7 @@ def test_what_is_asked_may_be_said(
 
 
 @pytest.mark.parametrize(
-    "options",
-    [["--layers", "2"], ["--medusa", "--width", "64"], ["--medusa", "--row-epochs", "2"]],
+    "options", [["--layers", "2"], ["--medusa", "--width", "64"], ["--medusa", "--row-epochs", "2"]]
 )
 def test_no_flag_is_ignored(asked: dict[str, Any], tmp_path: Path, options: list[str]) -> None:
     done = run("m", "-o", str(tmp_path / "d"), *options)

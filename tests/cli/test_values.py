@@ -1,7 +1,5 @@
 """Numbers and names that options take, and what is said of those they do not."""
 
-from __future__ import annotations
-
 import math
 from enum import Enum
 

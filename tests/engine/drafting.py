@@ -1,7 +1,5 @@
 """Drafters for tests: they know what the sampler will draw, and make of it what they please."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence
@@ -67,11 +65,9 @@ class Oracle:
         return drafts[1:] if self.kind == "missing" and self._random.random() < 0.1 else drafts
 
     def _draft(self, sequence: int, count: int) -> Draft:
-        assert self.speculator is not None
         assert count >= 0
         if count == 0:
             return Draft([0] * 3 if self.kind == "long" else [])
-        assert self.speculator._lookup is not None
         numbers = self.speculator._lookup.numbers
         seq = next(seq for seq, number in numbers.items() if number == sequence)
         assert self._texts[sequence] == seq.token_ids.tolist()
@@ -110,8 +106,6 @@ class Coin:
         self._states: dict[int, ScriptedState] = {}
 
     def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
-        assert self.speculator is not None
-        assert self.speculator._lookup is not None
         numbers = self.speculator._lookup.numbers
         seq = next(seq for seq, number in numbers.items() if number == sequence)
         self._states[sequence] = seq.output.sampler

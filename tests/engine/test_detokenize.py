@@ -1,7 +1,5 @@
 """IncrementalDetokenizer against decoding everything at once and searching all of it."""
 
-from __future__ import annotations
-
 import codecs
 from pathlib import Path
 
@@ -121,7 +119,7 @@ def expected(token_ids: list[int], params: SamplingParams) -> Released:
     return Released(whole(len(token_ids)), len(token_ids))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     token_ids=ids,
     stop=stop_strings,
@@ -155,7 +153,7 @@ def test_equals_decoding_everything_and_searching_all_of_it(
     assert text == whole.text
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(token_ids=ids, stop=stop_strings)
 def test_holds_back_exactly_what_may_become_a_stop_string(
     token_ids: list[int], stop: list[str]

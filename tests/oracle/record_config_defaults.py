@@ -10,8 +10,6 @@ a key that none of them explains is an error), the rope types that it takes, and
 ``--check`` nothing is written, and a difference from the file is an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Every executor serves over HTTP, from what `load_engine` makes of a tiny model."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`octavo top` against a server that runs, and against what is none."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

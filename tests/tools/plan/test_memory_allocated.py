@@ -1,7 +1,5 @@
 """What is predicted is what the engine allocates, byte for byte (architecture, invariant 7)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -27,9 +25,10 @@ from octavo.tools.plan.quantization import as_rounded, as_stored, held, in_schem
 from octavo.tools.plan.schemes import GGUF, scheme
 from octavo.tools.plan.subject import Subject
 from oracle.tiny_folders import FAMILIES, QUANTIZED, folder, quantized_folder
+from paths import ORACLE
 
 HERE = DeviceMemory("here", 1 << 40, here=True)
-ORACLE = FAMILIES.parent
+
 GGUFS = sorted(path.name for path in ORACLE.glob("*.gguf"))
 FOLDERS = sorted(path.name for path in FAMILIES.iterdir())
 
@@ -44,7 +43,6 @@ def load_of(subject: Subject, **changes: object) -> ServingLoad:
 def check(path: Path, planned: ServingLoad, **settings: object) -> None:
     """Loads it with the planned cache, and compares."""
     predicted = need(replace(planned, config=replace(planned.config, memory_utilization=1.0)), HERE)
-    assert predicted is not None
     config = replace(
         planned.config,
         max_model_len=planned.context,
@@ -100,12 +98,7 @@ def test_every_model_takes_what_is_predicted(
     block_size=st.sampled_from([16, 32, 48]),
 )
 def test_whatever_context_users_and_blocks(
-    models: dict[str, Path],
-    name: str,
-    dtype: KvDtype,
-    context: int,
-    users: int,
-    block_size: int,
+    models: dict[str, Path], name: str, dtype: KvDtype, context: int, users: int, block_size: int
 ) -> None:
     subject = Subject.of(load(models[name]))
     context = min(context, subject.program.config.context_length)

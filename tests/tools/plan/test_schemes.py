@@ -1,7 +1,5 @@
 """Bytes a weight: by hand, and against the blocks of real files."""
 
-from __future__ import annotations
-
 import pytest
 
 from octavo.loader.base import WeightFormat

@@ -1,7 +1,5 @@
 """Samples of a server, as few words as a test needs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from octavo.engine.snapshot import EngineSnapshot, PoolSnapshot, RequestSnapshot
@@ -86,10 +84,7 @@ def sample(
         "spec_decode_num_accepted_tokens": accepted,
     }
     counts.by_label = {"admission_rejections": rejected or {}, "request_success": ended or {}}
-    for name, sums in (
-        ("predicted_step_time_seconds", predicted),
-        ("step_time_seconds", actual),
-    ):
+    for name, sums in (("predicted_step_time_seconds", predicted), ("step_time_seconds", actual)):
         if sums is not None:
             counts.sums[name] = sums
     for name, buckets in (

@@ -1,7 +1,5 @@
 """Rates, shares and quantiles, reckoned by hand beside."""
 
-from __future__ import annotations
-
 import math
 import random
 

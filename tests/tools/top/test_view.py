@@ -1,7 +1,5 @@
 """What stands where on the screen, read back from its lines."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any
@@ -96,7 +94,6 @@ def cells(found: list[str], width: int) -> list[dict[str, str]]:
     start = 0
     for column in titles:
         place = re.compile(rf"(?<!\S){column.title}(?!\S)").search(found[at], start)
-        assert place is not None
         edges.append((column.title, place.start(), place.end()))
         start = place.end()
     rows = []
@@ -129,10 +126,7 @@ def test_the_head() -> None:
     assert head[2].startswith("pool      █")
     assert head[2].endswith("50 % used   30 % cached   20 % free   waste 2.1 %   hits 45 %")
     bar = head[2].split()[1]
-    assert (bar.count("█"), bar.count("▒")) == (
-        math.ceil(0.5 * len(bar)),
-        round(0.3 * len(bar)),
-    )
+    assert (bar.count("█"), bar.count("▒")) == (math.ceil(0.5 * len(bar)), round(0.3 * len(bar)))
     assert head[3] == (
         "batch     21 tokens in 36.0 ms (30.0 predicted)  in 210/s  out 1234/s  busy 90 %"
     )

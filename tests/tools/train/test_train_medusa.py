@@ -1,7 +1,5 @@
 """Heads that learn: from a model's answers to files that draft for it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -18,9 +16,10 @@ from octavo.sampling.params import SamplingParams
 from octavo.spec_decode.heads import read_heads
 from octavo.tools.train import medusa_training
 from octavo.tools.train.run import train
+from paths import ORACLE
 
 PROMPTS = ("abc", "hello", "xyz", "qrs")
-MODEL = Path(__file__).parents[2] / "oracle" / "tiny-llama-k.gguf"
+MODEL = ORACLE / "tiny-llama-k.gguf"
 
 
 @pytest.fixture(scope="module")

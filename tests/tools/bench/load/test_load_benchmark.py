@@ -1,7 +1,5 @@
 """Whole benchmarks against servers that behave and servers that do not."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """Texts of exactly so many tokens, by the tokenizers of real models and of the server."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -103,10 +103,10 @@ def llama_cpp_logits(path: Path, sequences: list[Int32]) -> Iterator[Float32]:
 def octavo_logits(path: Path, sequences: list[Int32]) -> Iterator[Float32]:
     """Octavo as it serves, one sequence at a time in chunks."""
     from octavo.engine.config import EngineConfig
-    from octavo.tools.bench.drive import Drive, Load
+    from octavo.tools.bench.drive import BatchShape, Drive
     from octavo.tools.quantize.fidelity import Served
 
-    drive = Drive.load(path, EngineConfig(threads=2), [Load(1, max(map(len, sequences)), 1)])
+    drive = Drive.load(path, EngineConfig(threads=2), [BatchShape(1, max(map(len, sequences)), 1)])
     shape = drive.engine.scheduler.kv.tables.shape
     served = Served(drive.executor, drive.engine.vocab_size, shape, str(path))
     served.begin(sequences)

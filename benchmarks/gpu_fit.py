@@ -33,12 +33,12 @@ import numpy as np
 
 from octavo.executor.base import Batch
 from octavo.kv_cache.layout import KvDtype, KvLayout
-from octavo.tools.plan.fitting import Array, Parameter, solve
+from octavo.tools.plan.fitting import Array, FittedParameter, solve
 from octavo.tools.plan.gpu import FITTED, Shares
 from octavo.tools.plan.hardware import Device, published
 from octavo.tools.plan.phase import decode_batch, prefill_batch
 from octavo.tools.plan.quantization import cost_model, in_scheme
-from octavo.tools.plan.schemes import Scheme, scheme
+from octavo.tools.plan.schemes import StorageScheme, scheme
 from octavo.tools.plan.subject import Subject
 
 RUNS = Path(__file__).with_name("gpu_runs.json")
@@ -46,12 +46,12 @@ RUNS = Path(__file__).with_name("gpu_runs.json")
 # and overheads is settled so. They also tell little of how a step's time divides into its own and
 # that of its operations: nearly all models have some 14 operations a layer and 24 layers or more.
 PARAMETERS = [
-    Parameter("bandwidth", 0.9, 0.05),
-    Parameter("compute", 0.6, 1.0),
-    Parameter("narrow", 0.5, 1.0),
-    Parameter("knee", 1.5, 0.5),
-    Parameter("step_seconds", 300e-6, 0.4),
-    Parameter("launch_seconds", 4e-6, 1.0),
+    FittedParameter("bandwidth", 0.9, 0.05),
+    FittedParameter("compute", 0.6, 1.0),
+    FittedParameter("narrow", 0.5, 1.0),
+    FittedParameter("knee", 1.5, 0.5),
+    FittedParameter("step_seconds", 300e-6, 0.4),
+    FittedParameter("launch_seconds", 4e-6, 1.0),
 ]
 
 
@@ -148,7 +148,7 @@ def _subject(name: str, models: dict[str, Any]) -> Subject:
         return Subject.of_config(path)
 
 
-def _scheme(text: str) -> Scheme:
+def _scheme(text: str) -> StorageScheme:
     name, *more = text.split()
     if not more:
         return scheme(name)

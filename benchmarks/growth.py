@@ -24,7 +24,7 @@ from _script import as_script
 from octavo.engine.config import EngineConfig
 from octavo.executor.base import Batch
 from octavo.machine.limits import highest
-from octavo.tools.bench.drive import Drive, Load
+from octavo.tools.bench.drive import BatchShape, Drive
 
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 STEPS = 24
@@ -71,13 +71,13 @@ class Line:
 def measure(
     path: Path, contexts: list[int], sequences: int, repetitions: int, threads: int | None
 ) -> tuple[list[Length], Line, list[dict[str, object]]]:
-    loads = [Load(sequences, context, STEPS) for context in contexts]
+    loads = [BatchShape(sequences, context, STEPS) for context in contexts]
     drive = Drive.load(path, EngineConfig(threads=threads), loads)
     limits = [drive.limits()]
     drive.prefill(drive.prompts(loads[0]))  # a warm-up
-    prefills: dict[Load, list[float]] = {load: [] for load in loads}
-    decodes: dict[Load, list[float]] = {load: [] for load in loads}
-    batches: dict[Load, tuple[list[Batch], Batch]] = {}
+    prefills: dict[BatchShape, list[float]] = {load: [] for load in loads}
+    decodes: dict[BatchShape, list[float]] = {load: [] for load in loads}
+    batches: dict[BatchShape, tuple[list[Batch], Batch]] = {}
     for repetition in range(repetitions):
         for load in loads:
             print(f"{path.name}: {repetition + 1}/{repetitions}, {load.name}", file=sys.stderr)

@@ -6,7 +6,7 @@ LLAMA_CPP is a checkout of llama.cpp (MIT), in whose models/ folder lie vocabula
 (ggml-vocab-*.gguf), texts (.inp) and the ids that each model's own tokenizer makes of them (.out).
 A vocabulary that Octavo does not read is listed with the reason.
 
-``--record`` writes what tests/loader/test_llama_cpp_vectors.py needs: of each byte-level
+``--record`` writes what tests/loader/test_tokenizer.py needs: of each byte-level
 vocabulary the tokens that occur and the merges that make them, and the texts' tokens.
 """
 

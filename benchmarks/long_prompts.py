@@ -30,7 +30,7 @@ from _script import as_script, stop
 from octavo import loader
 from octavo.loader.base import Tokenizer
 from octavo.loader.pull import resolve
-from octavo.tools.bench.load.client import Client, Target
+from octavo.tools.bench.load.client import Client, Endpoint
 
 STREAMS, ANSWER, SECONDS = 4, 400, 8.0
 LONG, SHORT, STREAM = 2000, 24, 16  # tokens of a prompt
@@ -86,7 +86,7 @@ class Load:
     def __init__(self, name: str, url: str, tokenizer: Tokenizer, seconds: float) -> None:
         self._name = name
         self._seconds = seconds
-        self._client = Client(Target.of(url), {})
+        self._client = Client(Endpoint.of(url), {})
         rng, words = random.Random(1), WORDS.split()
         # Made before: whoever measures must not be busy meanwhile.
         self._prompts = {

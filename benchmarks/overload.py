@@ -38,8 +38,8 @@ import numpy as np
 
 from _script import as_script, stop
 from octavo.tools.bench.load.benchmark import Settings, benchmark
-from octavo.tools.bench.load.client import Client, Target
-from octavo.tools.bench.load.stream import Answer
+from octavo.tools.bench.load.client import Client, Endpoint
+from octavo.tools.bench.load.streamed_answer import StreamedAnswer
 from octavo.tools.workload.metrics import parse_slo
 
 SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the saturating rate
@@ -187,7 +187,7 @@ def print_overload(found: dict[str, Any]) -> None:
         )
 
 
-class Counted(Answer):
+class Counted(StreamedAnswer):
     """Tells ``got`` of each token, when it comes."""
 
     __slots__ = ("_got",)
@@ -238,7 +238,7 @@ async def ask(
             elif not answer.success:
                 raise SystemExit(f"{names[which]}: {answer.reason} {answer.detail}")
 
-    clients = [Client(Target.of(url), {"authorization": f"Bearer {name}"}) for name in names]
+    clients = [Client(Endpoint.of(url), {"authorization": f"Bearer {name}"}) for name in names]
     await asyncio.gather(
         *(
             one(which, client)

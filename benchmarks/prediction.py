@@ -54,8 +54,8 @@ from octavo.tools.plan.band import of_calibration
 from octavo.tools.plan.calibrating import measure
 from octavo.tools.plan.fitting import Observation, slowness
 from octavo.tools.plan.hardware import Device
+from octavo.tools.plan.load_replay import Replay, replay
 from octavo.tools.plan.observing import probe
-from octavo.tools.plan.replay import Replay, replay
 from octavo.tools.plan.simulation import Setup, simulate, weights_on
 from octavo.tools.plan.subject import Subject
 from octavo.tools.workload.datasets import Sample

@@ -85,8 +85,8 @@ def make(
     from octavo import loader
     from octavo.tools.quantize.calibrate import default_text, samples
     from octavo.tools.quantize.layouts import Format, scheme_of
+    from octavo.tools.quantize.quantize_checkpoint import quantize
     from octavo.tools.quantize.quantizer import Method, Recipe, Report
-    from octavo.tools.quantize.run import quantize
 
     def progress(report: Report) -> None:
         if report.last and report.layer + 1 == layers:
@@ -246,7 +246,7 @@ def weights_of(path: Path) -> dict[str, Float32]:
     from octavo import loader
     from octavo.loader.dequantize import dequantize
     from octavo.tools.quantize.layouts import Format, scheme_of
-    from octavo.tools.quantize.run import WORK
+    from octavo.tools.quantize.quantize_checkpoint import WORK
     from octavo.tools.quantize.state import State
 
     if path.is_file() or (path / "config.json").exists():

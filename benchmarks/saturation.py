@@ -43,7 +43,7 @@ import numpy as np
 from octavo.engine.config import EngineConfig
 from octavo.tools.plan.capacity import capacity
 from octavo.tools.plan.hardware import device
-from octavo.tools.plan.quantization import Stored
+from octavo.tools.plan.quantization import StoredWeights
 from octavo.tools.plan.saturation import saturation
 from octavo.tools.plan.simulation import Setup, simulate, weights_on
 from octavo.tools.plan.subject import Subject
@@ -110,7 +110,7 @@ class Row:
 
 
 @cache
-def _placed(model: str, on: str) -> tuple[Subject, Stored, Any]:
+def _placed(model: str, on: str) -> tuple[Subject, StoredWeights, Any]:
     subject, where = Subject.find(model), device(on, _silent)
     return subject, weights_on(where, subject), where
 

@@ -4,8 +4,6 @@ long`, which says how to repeat one that failed. An engine that a test leaves ru
 before the next; a test that passes must not leave one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from octavo.engine.async_engine import AsyncEngine
 from octavo.loader import apart, pull
@@ -26,6 +24,10 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; no output here depends 
 
 settings.register_profile("search", deadline=None)
 settings.register_profile("steady", deadline=None, derandomize=True)
+# Of mutants.py: a failure is all that it wants to know, and not the shortest example.
+settings.register_profile(
+    "once", settings.get_profile("steady"), phases=(Phase.explicit, Phase.generate)
+)
 settings.load_profile("steady")
 
 assert 10.0 <= apart.START_SECONDS < PATIENCE
@@ -103,7 +105,6 @@ def _patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     for method in (httpx.AsyncClient.__init__, httpx.Client.__init__, httpx.get, httpx.post):
         defaults = method.__kwdefaults__
-        assert defaults is not None
         assert "timeout" in defaults
         monkeypatch.setitem(defaults, "timeout", PATIENCE)
 

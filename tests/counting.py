@@ -1,24 +1,17 @@
 """An engine that needs no model: tokens are bytes, and it answers a prompt by counting up."""
 
-from __future__ import annotations
-
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from faults import patch
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import LoadedEngine
 from octavo.engine.outputs import Delta, TokenLogprobs
 from octavo.loader.base import ChatTemplateError
 from octavo.sampling.params import InvalidParameter
-from octavo.scheduler.request import (
-    AdmissionError,
-    FinishReason,
-    Outcome,
-    Request,
-    RequestRecord,
-)
+from octavo.scheduler.request import AdmissionError, FinishReason, Outcome, Request, RequestRecord
 
 
 class ByteTokenizer:
@@ -153,5 +146,5 @@ def noted_prompts(engine: CountingEngine) -> list[str]:
         prompts.append(bytes(request.prompt_token_ids).decode())
         return check(request)
 
-    engine.check = noting  # type: ignore[method-assign]
+    patch(engine, check=noting)
     return prompts

@@ -1,7 +1,5 @@
 """A server as a child process, up to the line that says where it listens."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterator
@@ -13,7 +11,6 @@ def listening(*command: str) -> Iterator[tuple[str, list[str]]]:
     """(its URL, the lines printed until then); asked to end, it must do so with exit code 0."""
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        assert child.stderr is not None
         said = []
         match = None
         for line in child.stderr:

@@ -2,8 +2,6 @@
 that an engine takes only as they are let.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import itertools
@@ -102,7 +100,6 @@ class Leave:
                 self.let()
 
         body = asyncio.current_task()
-        assert body is not None
         going_on = asyncio.create_task(go_on())
         going_on.add_done_callback(lambda ended: ended.cancelled() or body.cancel())
         try:

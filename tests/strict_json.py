@@ -1,7 +1,5 @@
 """JSON as other languages read it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

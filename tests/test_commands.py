@@ -2,8 +2,6 @@
 needs behind ``# needs:``.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import os
@@ -24,9 +22,9 @@ from typer.testing import CliRunner
 from octavo.cli import app
 from octavo.loader import pull
 from octavo.loader.names import preset
+from paths import ROOT
 from patience import PATIENCE
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _ROOT: Any = typer.main.get_command(app)
 _WRITES = ("-o", "--output", "--out", "--plot", "--kv-offload-dir", "--trace=")

@@ -1,7 +1,5 @@
 """deploy/: its command lines are the product's, and so are the routes that probes ask."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -19,8 +17,8 @@ import yaml
 import octavo
 from listening import listening
 from octavo.cli import app
+from paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 CONTAINERFILE = (DEPLOY / "Containerfile").read_text().replace("\\\n", "")
 UNIT = (DEPLOY / "octavo.service").read_text()

@@ -1,7 +1,5 @@
 """docs/limits.md says what is refused: each line is tried, and nothing refused is left out."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -18,9 +16,10 @@ from octavo.server.app import App
 from octavo.server.config import ServeConfig
 from octavo.server.protocol import LABELS, NEUTRAL_CHAT, NEUTRAL_COMPLETION
 from oracle.tiny_folders import folder
+from paths import ROOT
 from server.serve_fakes import FakeEngine, served_model
 
-PAGE = (Path(__file__).parents[1] / "docs/limits.md").read_text()
+PAGE = (ROOT / "docs/limits.md").read_text()
 
 
 def section(title: str) -> str:

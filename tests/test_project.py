@@ -1,19 +1,22 @@
 """The project itself: its files agree with each other and with what they promise."""
 
-from __future__ import annotations
-
+import importlib.metadata
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import octavo
+from octavo.extras import install_command
+from octavo.renamed import RENAMED
+from paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -88,3 +91,76 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
     for *values, ratio in claimed:
         [found] = [line for line in measured if line[:4] == values]
         assert found[4].split()[0] == ratio
+
+
+# --- optional dependencies ------------------------------------------------------------------------
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_the_command_names_packages_that_an_index_has(extra: str) -> None:
+    python, *words = shlex.split(install_command(extra))
+    assert python == sys.executable
+    assert words[:3] == ["-m", "pip", "install"]
+    assert words[3:] == EXTRAS[extra]
+
+
+def test_without_an_installation_it_is_the_clone_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("octavo.extras.requires", nothing)
+    assert install_command("train").endswith("pip install '.[train]'")
+
+
+def test_nothing_else_is_said_anywhere() -> None:
+    """No index has Octavo, and only a clone knows ``.[extra]``."""
+    for path in [*ROOT.glob("src/**/*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]:
+        found = re.findall(r"octavo\[\w+\]|'\.\[\w+\]'", path.read_text())
+        assert not found, path
+
+
+# --- old names of packages and modules ------------------------------------------------------------
+
+MODULES = {
+    "plan.memory": "tools.plan.memory_plan",
+    "plan.lengths": "tools.plan.lengths",
+    "tools.plan.batching": "tools.plan.continuous_batching",
+    "speculate.drafter": "spec_decode.drafter",
+    "sample.params": "sampling.params",
+}
+
+
+@pytest.mark.parametrize(("name", "new"), MODULES.items())
+def test_an_old_name_gives_the_new_module_and_a_warning(name: str, new: str) -> None:
+    script = (
+        "import importlib, sys, warnings\n"
+        "warnings.simplefilter('error', ImportWarning)\n"
+        f"old = importlib.import_module('octavo.{name}')\n"
+        f"new = importlib.import_module('octavo.{new}')\n"
+        "assert all(getattr(old, each) is getattr(new, each) for each in vars(new)\n"
+        "           if not each.startswith('__'))\n"
+    )
+    command = [sys.executable, "-W", "default", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"octavo.{name} is now octavo.{new}" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_class_renamed_with_its_module_has_its_old_name_there() -> None:
+    old = import_module("octavo.plan.batching")
+    assert old.Limits is old.EngineLimits
+
+
+def test_every_old_package_leads_somewhere() -> None:
+    for new in RENAMED.values():
+        import_module(f"octavo.{new}")
+
+
+def test_what_is_nowhere_is_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"octavo\.tools\.plan\.nothing"):
+        import_module("octavo.plan.nothing")
+    with pytest.raises(ModuleNotFoundError, match=r"octavo\.nothing"):
+        import_module("octavo.nothing")

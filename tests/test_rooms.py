@@ -1,7 +1,5 @@
 """Imports between rooms run one way, as docs/architecture.md says."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -25,7 +23,7 @@ ENGINE: dict[str, set[str]] = {
     "scheduler": {"kv_cache", "models", "sampling", "executor.base"},
     "executor": {"kv_cache", "models", "loader", "machine", "sampling", "_native"},
     "spec_decode": {
-        *("scheduler", "sampling", "executor", "kv_cache", "models", "loader", "strict_json"),
+        *("scheduler", "sampling", "executor", "kv_cache", "models", "loader", "strict_json")
     },
     "engine": {
         *("scheduler", "spec_decode", "sampling", "executor", "kv_cache", "models", "loader"),
@@ -124,18 +122,6 @@ def test_importing_the_engine_imports_no_tool_http_or_plotting_module() -> None:
 
 # Names that may occur more than once. A command's module (cli/) has the command's name.
 REPEATED_MODULES = {"__init__", "base", "config"}
-# Temporary: duplicates that a room still has. A name leaves this list when it is unique.
-XFAIL_MODULES = {
-    *("awq", "batching", "build", "fidelity", "gptq", "hf_tokenizer", "layout", "medusa"),
-    *("memory", "quantization", "replay", "report", "run", "scripted", "stream"),
-}
-XFAIL_CLASSES = {
-    *("Answer", "Batch", "Choice", "Counts", "Draft", "Figures", "Forecast"),
-    *("Kind", "KvCache", "Latency", "Layout", "Limits", "Load", "Outcome", "Parameter"),
-    *("Phase", "Place", "Plan", "Recipe", "Sample", "Saturation", "Scheme", "Setting"),
-    *("Slo", "Spread", "State", "Step", "Stored", "Target", "Tensor", "TensorInfo"),
-    *("Trial", "Weight", "Work"),
-}
 
 
 def duplicates() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
@@ -154,5 +140,5 @@ def duplicates() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 def test_no_two_modules_and_no_two_classes_have_one_name() -> None:
     modules, classes = duplicates()
-    assert not {name: at for name, at in modules.items() if name not in XFAIL_MODULES}
-    assert not {name: at for name, at in classes.items() if name not in XFAIL_CLASSES}
+    assert not modules
+    assert not classes

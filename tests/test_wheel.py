@@ -2,8 +2,6 @@
 compiler.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -16,10 +14,10 @@ import pytest
 
 import octavo
 from listening import listening
+from paths import ROOT
 
 pytestmark = [pytest.mark.wheel, pytest.mark.timeout(900)]  # packages are downloaded
 
-ROOT = Path(__file__).parents[1]
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 TIERS = ("generic", "avx2", "avx512", "avx512_bf16")
 CAPITAL = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}

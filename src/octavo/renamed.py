@@ -1,6 +1,6 @@
-"""Old names of packages, which still import, with a warning.
+"""Old names of packages and modules, which still import, with a warning.
 
-`octavo.plan.memory` is now `octavo.tools.plan.memory`; scripts of users may have the old name.
+`octavo.plan.memory` is now `octavo.tools.plan.memory_plan`; scripts of users may have the old name.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+# Applied one after another to a name below ``octavo``: packages first, then modules.
 RENAMED = {
     "bench": "tools.bench",
     "checkpoint": "loader",
@@ -29,7 +30,19 @@ RENAMED = {
     "train": "tools.train",
     "verify": "tools.verify",
     "workload": "tools.workload",
+    "tools.plan.batching": "tools.plan.continuous_batching",
+    "tools.plan.memory": "tools.plan.memory_plan",
+    "tools.plan.replay": "tools.plan.load_replay",
 }
+# Old names of classes in modules that were renamed, too: (new module, old name) → new name.
+RENAMED_CLASSES = {("tools.plan.continuous_batching", "Limits"): "EngineLimits"}
+
+
+def _new_name(name: str) -> str:
+    for old, new in RENAMED.items():
+        if name == old or name.startswith(f"{old}."):
+            name = new + name.removeprefix(old)
+    return name
 
 
 class _Alias(Loader):
@@ -39,9 +52,14 @@ class _Alias(Loader):
         self._old, self._new = old, new
 
     def exec_module(self, module: ModuleType) -> None:
-        warnings.warn(f"{self._old} is now {self._new}", DeprecationWarning, stacklevel=2)
-        real = import_module(self._new)
-        module.__getattr__ = real.__getattribute__  # type: ignore[method-assign]
+        old, new = f"octavo.{self._old}", f"octavo.{self._new}"
+        warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=2)
+        real = import_module(new)
+
+        def attribute(name: str) -> object:
+            return getattr(real, RENAMED_CLASSES.get((self._new, name), name))
+
+        module.__getattr__ = attribute  # type: ignore[method-assign]
         module.__path__ = []
 
 
@@ -50,11 +68,10 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         octavo, _, name = fullname.partition(".")
-        package, dot, rest = name.partition(".")
-        if octavo != "octavo" or package not in RENAMED:
+        new = _new_name(name)
+        if octavo != "octavo" or new == name:
             return None
-        new = f"octavo.{RENAMED[package]}{dot}{rest}"
-        return ModuleSpec(fullname, _Alias(fullname, new))
+        return ModuleSpec(fullname, _Alias(name, new))
 
 
 def install() -> None:

@@ -1,16 +1,11 @@
 """The model files that are made: ggml's blocks, and files that load and are the same each time."""
 
-from __future__ import annotations
-
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import make_models as make
 from loader.gguf_writer import Q4_1, tiny_llama
@@ -27,7 +22,6 @@ def from_q4_0(data: make.Bytes) -> make.Floats:
     return ((quants.astype(np.float32) - 8) * scale).reshape(-1)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-100, 100, width=32), min_size=32, max_size=32))
 def test_q4_0_is_as_near_as_its_scale_allows(values: list[float]) -> None:
     exact = np.array(values, np.float32)

@@ -1,7 +1,5 @@
 """The comparison with peers: its arithmetic, and what becomes of engines that cannot take part."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -9,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import peers
 from _peers.base import Figure, Peer, Settings, Task, Unavailable, Workload, label
@@ -80,12 +76,9 @@ def test_without_a_peer_or_without_us_there_is_no_ratio() -> None:
         assert table("model", rows, ENGINES).splitlines()[1].split()[-1] == "-"
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
-        st.sampled_from(ENGINES),
-        st.lists(st.floats(1, 1e5), min_size=3, max_size=3),
-        min_size=3,
+        st.sampled_from(ENGINES), st.lists(st.floats(1, 1e5), min_size=3, max_size=3), min_size=3
     ),
     st.floats(0.01, 100),
 )

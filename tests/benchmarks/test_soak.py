@@ -1,17 +1,12 @@
 """The soak: what it calls a fault, and a minute's hundredth of it on a small server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import soak
 from loader.gguf_writer import tiny_llama
@@ -123,7 +118,6 @@ def test_who_watches_does_not_die_in_silence() -> None:
 
 
 def test_on_a_small_server(tmp_path: Path) -> None:
-    pytest.importorskip("octavo._native")
     model = tiny_llama().write(tmp_path / "tiny.gguf")
     with soak.started(str(model), ["--kv-cache-memory", "1M", "--max-model-len", "64"]) as server:
         first = server.metrics()

@@ -1,7 +1,5 @@
 """`octavo bench` and `octavo profile`: what they print, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import combinations
@@ -12,10 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 import strict_json
-from executor.test_limits import made_up
+from machine.test_limits import made_up
 from octavo.cli import app
 from octavo.engine.config import SettingsError
 from octavo.machine.limits import Limits
+from paths import ORACLE
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +65,7 @@ class TestMachine:
         assert "--threads" in run("bench", "machine", "--threads", threads, code=2).stderr
 
 
-MODELS = sorted((Path(__file__).parents[1] / "oracle").glob("tiny-*.gguf"))
+MODELS = sorted(ORACLE.glob("tiny-*.gguf"))
 LLAMA = next(path for path in MODELS if path.name == "tiny-llama.gguf")
 
 

@@ -1,7 +1,5 @@
 """A conversation in the terminal: what is one message, how answers are shown, why they ended."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -26,6 +24,7 @@ from octavo.cli.wrap import Wrapped
 from octavo.engine.outputs import Delta
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import FinishReason
+from paths import TESTS
 from patience import PATIENCE
 
 
@@ -112,7 +111,7 @@ def test_on_a_terminal_a_paste_is_one_message_and_a_path_can_be_sent() -> None:
     """A real terminal, with the bytes that one sends for a bracketed paste."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
-    script = _CHAT.format(tests=str(Path(__file__).parents[1]))
+    script = _CHAT.format(tests=str(TESTS))
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs,
         env=os.environ | {"TERM": "xterm"}, start_new_session=True,

@@ -1,7 +1,5 @@
 """The commands, on an engine that needs no model."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re
@@ -21,6 +19,7 @@ from octavo.cli import _explain, app, main
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.loader.base import ChatTemplateError, CheckpointError
 from octavo.server.config import ServeConfig
+from paths import TINY
 
 COMMANDS = ("serve", "chat", "generate", "pull", "inspect", "fidelity")
 
@@ -258,13 +257,16 @@ def test_standard_input_must_be_text(engine: CountingEngine) -> None:
     assert "standard input is not UTF-8, from byte 1" in result.stderr
 
 
-def test_an_error_is_one_line(tmp_path: Path) -> None:
+def test_an_error_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     missing = str(tmp_path / "none.gguf")
+    monkeypatch.setenv("OCTAVO_DEBUG", "0")
     for command in (("generate", missing, "x"), ("serve", missing), ("inspect", missing)):
-        result = process(*command, OCTAVO_DEBUG="0")
-        assert result.returncode == 1
-        assert result.stdout == ""
-        assert result.stderr == f"octavo: {missing}: no such file or folder\n"
+        monkeypatch.setattr(sys, "argv", ["octavo", *command])
+        with pytest.raises(SystemExit, match="1"):
+            main()
+        assert capsys.readouterr() == ("", f"octavo: {missing}: no such file or folder\n")
     assert "Traceback" in process("inspect", missing, OCTAVO_DEBUG="1").stderr
 
 
@@ -321,8 +323,7 @@ def test_text_that_is_none_is_refused(engine: CountingEngine) -> None:
 def test_a_terminal_that_knows_no_utf8(locale: str) -> None:
     page = process("serve", "--help", LC_ALL=locale, PYTHONIOENCODING="ascii")
     assert (page.returncode, page.stderr) == (0, "")
-    model = str(Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf")
-    shown = process("inspect", model, LC_ALL=locale, PYTHONIOENCODING="ascii")
+    shown = process("inspect", str(TINY), LC_ALL=locale, PYTHONIOENCODING="ascii")
     assert shown.returncode == 0, shown.stderr
 
 
@@ -455,9 +456,8 @@ def test_a_base_model_is_refused_before_it_is_loaded(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("octavo.engine.load.load_engine", None)
-    model = str(Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf")
     name, *options = command.split()
-    result = run(name, model, *options, input="hi\n")
+    result = run(name, str(TINY), *options, input="hi\n")
     assert isinstance(result.exception, ChatTemplateError)
     assert "tiny-llama.gguf has no chat template" in str(result.exception)
     assert "octavo generate" in str(result.exception)

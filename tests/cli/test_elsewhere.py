@@ -1,7 +1,5 @@
 """Flags and commands of other servers: accepted, or answered with what stands for them here."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,10 @@ from typer.testing import CliRunner, Result
 
 from octavo.cli import app
 from octavo.cli.elsewhere import COMMANDS, LLAMA_CPP, OLLAMA, VLLM, row
+from paths import ROOT
 
 _ROOT: Any = typer.main.get_command(app)
-PAGE = (Path(__file__).parents[2] / "docs/coming-from.md").read_text()
+PAGE = (ROOT / "docs/coming-from.md").read_text()
 FLAGS = (*VLLM, *LLAMA_CPP, *OLLAMA)
 
 
@@ -72,7 +71,7 @@ def test_what_is_said_to_use_is_there() -> None:
         for name in re.findall(r"octavo ([a-z]+)", here):
             assert name in _ROOT.commands, here
         for page in re.findall(r"docs/[a-z-]+\.md", here):
-            assert (Path(__file__).parents[2] / page).exists()
+            assert (ROOT / page).exists()
 
 
 @pytest.mark.parametrize(

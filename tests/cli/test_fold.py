@@ -1,12 +1,9 @@
 """Reports on a narrow terminal."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,6 +13,7 @@ from typer.testing import CliRunner
 from octavo.cli import app
 from octavo.cli.fold import fold
 from octavo.words import number, plural
+from paths import TINY
 
 TABLE = """\
                   seqs  tokens  good  a second
@@ -134,7 +132,6 @@ def test_plurals() -> None:
 
 # --- all reports that are cheap to make ----------------------------------------------------------
 
-TINY = str(Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf")
 DEVICE = "memory=10,int8=150,bf16=80,fp32=37,capacity=16"
 REPORTS = [
     f"inspect {TINY}",

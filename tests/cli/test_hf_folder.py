@@ -1,7 +1,5 @@
 """A Hugging Face folder from end to end: inspected, generating, served."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator
@@ -58,7 +56,9 @@ def test_inspect(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[httpx.Client]:
     command = [sys.executable, "-c", START, "serve", str(folder), "--port", "0", *MEMORY]
-    with listening(*command) as (url, _), httpx.Client(base_url=url, timeout=60) as client:
+    with listening(*command) as (url, said), httpx.Client(base_url=url, timeout=60) as client:
+        for fact in ("threads", "instruction set", "kv cache", "tokens", "stop tokens"):
+            assert any(fact in line for line in said)
         yield client
 
 

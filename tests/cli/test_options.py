@@ -1,7 +1,5 @@
 """What users type, and what becomes of it."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every command's help page, as somebody reads it who has 80 columns and knows no Python."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

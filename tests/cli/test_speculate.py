@@ -1,7 +1,5 @@
 """`octavo speculate`: what it shows of each pass, and that it adds up."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -18,13 +16,12 @@ from typer.testing import CliRunner
 import strict_json
 from octavo.cli import app
 from octavo.cli.speculate import _asked
+from paths import ORACLE, TINY
 
-ORACLES = Path(__file__).parents[1] / "oracle"
-LLAMA = ORACLES / "tiny-llama.gguf"
 PROMPT = "ab ab ab ab ab ab"
 
 
-def run(*arguments: str, model: Path = LLAMA, code: int = 0) -> Any:
+def run(*arguments: str, model: Path = TINY, code: int = 0) -> Any:
     result = CliRunner().invoke(app, ["speculate", str(model), PROMPT, *arguments])
     assert result.exit_code == code, result.output
     return result
@@ -35,20 +32,20 @@ def config(**fields: Any) -> tuple[str, str]:
 
 
 CONFIGS = [
-    (LLAMA, config(method="suffix", num_speculative_tokens=3), ()),
-    (LLAMA, config(method="ngram", num_speculative_tokens=4), ("--allowed-token-ids", "9,10,11")),
+    (TINY, config(method="suffix", num_speculative_tokens=3), ()),
+    (TINY, config(method="ngram", num_speculative_tokens=4), ("--allowed-token-ids", "9,10,11")),
     (
-        LLAMA,
+        TINY,
         config(
             method="draft_model",
-            model=str(LLAMA),
+            model=str(TINY),
             num_speculative_tokens=3,
             acceptance_method="rejection",
         ),
         ("--temperature", "0.8", "--repetition-penalty", "1.2"),
     ),
     (
-        ORACLES / "tiny-gemma3.gguf",
+        ORACLE / "tiny-gemma3.gguf",
         config(
             method="layer_skip",
             layers=[0, 1],
@@ -90,7 +87,7 @@ def test_passes_add_up(model: Path, given: tuple[str, ...], sampling: tuple[str,
 
 
 def test_a_model_that_drafts_for_itself_is_always_right() -> None:
-    given = config(method="draft_model", model=str(LLAMA), num_speculative_tokens=3)
+    given = config(method="draft_model", model=str(TINY), num_speculative_tokens=3)
     total = strict_json.loads(run("--json", "--max-tokens", "21", "--ignore-eos", *given).stdout)[
         "summary"
     ]
@@ -110,13 +107,13 @@ def test_without_a_terminal_everything_is_printed() -> None:
 def test_stepping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enter shows the next pass, q leaves."""
     result = CliRunner().invoke(
-        app, ["speculate", str(LLAMA), PROMPT, "--step", "--max-tokens", "30"], input="\nq\n"
+        app, ["speculate", str(TINY), PROMPT, "--step", "--max-tokens", "30"], input="\nq\n"
     )
     assert result.exit_code == 0
     assert "pass 2" in result.stdout
     assert "pass 3" not in result.stdout
     result = CliRunner().invoke(
-        app, ["speculate", str(LLAMA), PROMPT, "--step", "--max-tokens", "30"], input="a\n"
+        app, ["speculate", str(TINY), PROMPT, "--step", "--max-tokens", "30"], input="a\n"
     )
     assert "the answer" in result.stdout
 
@@ -130,7 +127,7 @@ def test_one_token_is_an_answer_too() -> None:
 @pytest.mark.parametrize("end", range(1, 9))
 def test_guesses_behind_the_answers_end_are_not_accepted(end: int) -> None:
     """A drafter that is always right, and a stop token at every place of a pass."""
-    given = config(method="draft_model", model=str(LLAMA), num_speculative_tokens=3)
+    given = config(method="draft_model", model=str(TINY), num_speculative_tokens=3)
     common = ("--json", "--temperature", "1", "--seed", "2", "--max-tokens", "9", *given)
     tokens = strict_json.loads(run(*common, "--ignore-eos").stdout)["token_ids"]
     assert tokens.index(tokens[end]) == end  # else it would stop before

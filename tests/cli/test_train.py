@@ -1,7 +1,5 @@
 """octavo train, as a command."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import octavo.tools.train.run
 import strict_json
 from octavo.cli import app
 from octavo.engine.config import SettingsError
-from octavo.tools.train.medusa import Recipe
+from octavo.tools.train.medusa_training import HeadRecipe
 
 FACTS = {
     "out": "d", "bytes": 1234, "answers": 10, "tokens": 2000, "vocabulary": 300,
@@ -27,12 +25,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the command has trained, without training or torch."""
     seen: dict[str, Any] = {}
 
-    def train(model: str, out: Path, recipe: Recipe, **how: Any) -> dict[str, Any]:
+    def train(model: str, out: Path, recipe: HeadRecipe, **how: Any) -> dict[str, Any]:
         seen.update(how, model=model, out=out, recipe=recipe)
         return dict(FACTS)
 
     monkeypatch.setattr(octavo.tools.train.run, "train", train)
-    monkeypatch.setattr(octavo.tools.train.medusa, "import_torch", lambda: None)
+    monkeypatch.setattr(octavo.tools.train.medusa_training, "import_torch", lambda: None)
     return seen
 
 
@@ -43,7 +41,7 @@ def run(*arguments: str) -> Any:
 def test_what_is_not_said_is_the_recipes(asked: dict[str, Any], tmp_path: Path) -> None:
     done = run("m", "-o", str(tmp_path / "d"))
     assert done.exit_code == 0, done.output
-    assert asked["recipe"] == Recipe()
+    assert asked["recipe"] == HeadRecipe()
     assert (asked["model"], asked["num_prompts"], asked["max_tokens"]) == ("m", 5000, 128)
     assert asked["text"] is asked["measure_on"] is None
     assert "invented" not in asked
@@ -71,7 +69,7 @@ def test_what_is_said_is_done(asked: dict[str, Any], tmp_path: Path) -> None:
     ]
     done = run("m", "-o", str(tmp_path / "d"), "--text", "t", "--max-tokens", "9", *options)
     assert done.exit_code == 0, done.output
-    assert asked["recipe"] == Recipe(
+    assert asked["recipe"] == HeadRecipe(
         heads=2, recurrent=False, layers=3, vocabulary=500, epochs=0.5, seed=7
     )
     assert (asked["text"], asked["max_tokens"]) == (Path("t"), 9)
@@ -95,8 +93,7 @@ def test_what_is_asked_may_be_said(
 
 
 @pytest.mark.parametrize(
-    "options",
-    [["--layers", "2"], ["--medusa", "--width", "64"], ["--medusa", "--row-epochs", "2"]],
+    "options", [["--layers", "2"], ["--medusa", "--width", "64"], ["--medusa", "--row-epochs", "2"]]
 )
 def test_no_flag_is_ignored(asked: dict[str, Any], tmp_path: Path, options: list[str]) -> None:
     done = run("m", "-o", str(tmp_path / "d"), *options)

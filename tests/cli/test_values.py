@@ -1,7 +1,5 @@
 """Numbers and names that options take, and what is said of those they do not."""
 
-from __future__ import annotations
-
 import math
 from enum import Enum
 
@@ -10,7 +8,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.cli.values import Choice, Number
+from octavo.cli.values import EnumChoice, Number
 
 
 class Fruit(Enum):
@@ -60,8 +58,8 @@ def test_any_number_will_do() -> None:
 
 
 def test_one_of_a_set() -> None:
-    assert Choice(Fruit).parse("pear") is Choice(Fruit).parse(Fruit.pear) is Fruit.pear
+    assert EnumChoice(Fruit).parse("pear") is EnumChoice(Fruit).parse(Fruit.pear) is Fruit.pear
     with pytest.raises(typer.BadParameter, match="'plum' is neither apple nor pear"):
-        Choice(Fruit).parse("plum")
+        EnumChoice(Fruit).parse("plum")
     with pytest.raises(typer.BadParameter, match="'5' is none of 3, 4, 8"):
-        Choice(Bits).parse("5")
+        EnumChoice(Bits).parse("5")

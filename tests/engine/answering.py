@@ -4,8 +4,6 @@ Gives for each, as JSON holds it: tokens, their logprobs to the last bit, and ho
 prompt's tokens were cached, in which tier.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -225,7 +225,6 @@ class CheckingExecutor:
         return result
 
     def _execute(self, batch: Batch, crash: str | None) -> StepResult:
-        assert self.scheduler is not None
         kv = self.scheduler.kv
         size = self.layout.block_size
         offsets = batch.seq_offsets.tolist()
@@ -238,7 +237,6 @@ class CheckingExecutor:
         for source, destination in batch.copies.tolist():
             self.content[destination] = self.content[source]
         step = self.scheduler._scheduled
-        assert step is not None
         drafts = dict(zip(step.decodes, step.drafts or (), strict=False))
         running = self.scheduler.decoding + self.scheduler.prefilling
         by_slot = {seq.slot: (seq, drafts.get(seq, [])) for seq in running}

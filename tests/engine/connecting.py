@@ -1,7 +1,5 @@
 """KV connectors whose disk is a dictionary and whose threads run when they are told."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
@@ -13,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from faults import patch
 from octavo.engine.clock import VirtualClock
 from octavo.kv_cache.block_hash import Key
 from octavo.kv_cache.connectors import disk as disk_module
@@ -136,12 +135,18 @@ class FaultyDisk(Disk):
 
     @contextmanager
     def _faults(self) -> Iterator[None]:
-        faulty = FaultyOs(self._rng)
-        disk_module.os = folders.os = disk_index.os = faulty  # type: ignore[assignment]
+        """All folders are listed once while the budget is written: it is so small that each file
+        would be time to list them all again.
+        """
+        faulty, seen = FaultyOs(self._rng), disk_index._SEEN
+        for module in (disk_module, folders, disk_index):
+            patch(module, os=faulty)
+        disk_index._SEEN = 1.0
         try:
             yield
         finally:
             disk_module.os = folders.os = disk_index.os = os
+            disk_index._SEEN = seen
 
     def read(self, key: Key, into: Bytes) -> bool:
         into[:] = 255
@@ -310,5 +315,5 @@ def told_connectors(
     )
     connectors.clock, connectors.workers = clock, workers
     if connectors.prefetcher is not None:
-        connectors.prefetcher.wait = connectors.let_load  # type: ignore[method-assign]
+        patch(connectors.prefetcher, wait=connectors.let_load)
     return connectors

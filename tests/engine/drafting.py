@@ -1,7 +1,5 @@
 """Drafters for tests: they know what the sampler will draw, and make of it what they please."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence
@@ -67,7 +65,6 @@ class Oracle:
         return drafts[1:] if self.kind == "missing" and self._random.random() < 0.1 else drafts
 
     def _draft(self, sequence: int, count: int) -> Draft:
-        assert self.speculator is not None
         assert count >= 0
         if count == 0:
             return Draft([0] * 3 if self.kind == "long" else [])

@@ -1,7 +1,5 @@
 """A failure at any place: memory runs out in the n-th call that the engine's own code makes."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator
@@ -17,6 +15,18 @@ _ROOT = str(Path(octavo.__file__).parent)
 # What picks up the pieces is not shot at: who fails there has nobody left to turn to but the thread
 # that runs the engine, which ends (tests/engine/test_async_faults.py).
 _SPARED = frozenset(("start_over", "refuse", "_log_once", "check_integrity"))
+
+
+@cache
+def _functions() -> frozenset[str]:
+    """Names of the functions of the package."""
+    trees = (ast.parse(path.read_text()) for path in Path(_ROOT).rglob("*.py"))
+    return frozenset(
+        node.name
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
 
 
 @cache
@@ -41,6 +51,8 @@ class Shot:
     """
 
     def __init__(self, line: int, since: str = "") -> None:
+        missing = ({since} - {""} | _SPARED) - _functions()
+        assert not missing, f"no function is called {missing}"
         self.hit: tuple[str, int] | None = None  # file and line
         self._left = line
         self._since = since

@@ -1,7 +1,5 @@
 """The engine in its thread: streams, back-pressure, aborts, drain, death."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any
@@ -10,6 +8,7 @@ import pytest
 
 from engine.checking import build
 from engine.test_engine import request
+from faults import patch
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import Clock
 from octavo.engine.engine import Engine
@@ -208,7 +207,7 @@ async def test_an_idle_engine_sleeps_until_work_comes() -> None:
         turns += 1
         return step()
 
-    engine.engine.step = counted  # type: ignore[method-assign]
+    patch(engine.engine, step=counted)
     await asyncio.sleep(0.2)
     assert turns == 0
     assert engine.alive
@@ -333,7 +332,7 @@ async def test_a_loop_that_is_late_gets_what_has_come_meanwhile_in_one_piece() -
         calls += callback.__name__ == "_take"
         return call_soon(callback, *args, context=context)
 
-    loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
+    patch(loop, call_soon_threadsafe=counted)
     sizes: list[int] = []
 
     def take(delta: Delta) -> bool:

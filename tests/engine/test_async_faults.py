@@ -1,26 +1,25 @@
 """Faults around the engine's thread: each who asks gets an end, and each record has one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
-from engine.checking import CheckingExecutor, Crash, FakeSampler, FakeState, build
+from engine.checking import Crash, FakeSampler, FakeState, build
 from engine.test_async_engine import collect, started
 from engine.test_engine import request
+from faults import patch
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import Clock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.stream import EngineDead, Stream
 from octavo.executor.base import Batch, StepResult
 from octavo.scheduler.request import AdmissionError, FinishReason, Outcome, RequestRecord
+from paths import ROOT, TESTS
 from patience import PATIENCE, Leave, lose_patience, until
 
 
@@ -40,7 +39,6 @@ class Told:
 def faulty(engine: Engine, share: float, seed: int) -> list[int]:
     """Its steps fail now and then; returns in how many sequences each of them was."""
     executor = engine.executor
-    assert isinstance(executor, CheckingExecutor)
     execute = executor.execute
     rng = random.Random(seed)
     failed: list[int] = []
@@ -51,7 +49,7 @@ def faulty(engine: Engine, share: float, seed: int) -> list[int]:
             failed.append(len(batch.seq_slots))
         return execute(batch)
 
-    executor.execute = execute_or_fail  # type: ignore[method-assign]
+    patch(executor, execute=execute_or_fail)
     return failed
 
 
@@ -86,7 +84,6 @@ async def consume(engine: AsyncEngine, name: str, rng: random.Random) -> Stream 
     assert [delta.record is not None for delta in deltas].count(True) == 1
     assert deltas[-1].record is stream.record
     sampler = engine.engine.sampler
-    assert isinstance(sampler, FakeSampler)
     for choice, drawn in tokens.items():
         assert all_drawn(sampler, FakeState(seed, choice), drawn)
     return stream
@@ -158,7 +155,7 @@ async def test_a_scheduler_that_always_fails_fails_each_request_and_the_engine_l
         deltas = await collect(stream)
         assert [delta.finish_reason for delta in deltas] == [FinishReason.ERROR]
         assert "injected" in str(stream.record.error)
-    inner.scheduler.schedule = schedule  # type: ignore[method-assign]
+    patch(inner.scheduler, schedule=schedule)
     after = await collect(engine.submit(request("after", [1], max_tokens=3)))
     assert after[-1].finish_reason is FinishReason.LENGTH
     assert len(told.records) == 6
@@ -171,7 +168,6 @@ async def test_when_the_thread_ends_so_does_every_request(error: type[BaseExcept
     inner = build(clock=Clock(), max_num_seqs=2)
     told = Told(inner)
     executor = inner.executor
-    assert isinstance(executor, CheckingExecutor)
     stepping, going_on = threading.Event(), threading.Event()
 
     def die(batch: Batch) -> StepResult:
@@ -179,7 +175,7 @@ async def test_when_the_thread_ends_so_does_every_request(error: type[BaseExcept
         going_on.wait(PATIENCE)
         raise error
 
-    executor.execute = die  # type: ignore[method-assign]
+    patch(executor, execute=die)
     engine = await started(inner)
     streams = [engine.submit(request(str(index), [1] * 20)) for index in range(4)]
     await until(stepping.is_set, "a step")
@@ -202,7 +198,6 @@ async def test_a_step_that_comes_back_after_it_was_given_up_on_is_the_last() -> 
     inner = build(clock=Clock())
     told = Told(inner)
     executor = inner.executor
-    assert isinstance(executor, CheckingExecutor)
     steps = Leave(executor)
     engine = await started(inner, hang_timeout=0.1)
     streams = engine.submit_all(
@@ -242,11 +237,10 @@ async def main():
 
 asyncio.run(main())
 """
-    tests = Path(__file__).parent.parent
     done = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=tests,
-        env={"PYTHONPATH": f"{tests}:{tests.parent / 'src'}"},
+        cwd=TESTS,
+        env={"PYTHONPATH": f"{TESTS}:{ROOT / 'src'}"},
         capture_output=True,
         timeout=120,
         check=False,
@@ -297,7 +291,7 @@ async def test_who_comes_to_a_dead_engine_is_not_told_to_come_back(end: str) -> 
         go.wait(PATIENCE)
         raise SystemExit("injected")
 
-    inner.executor.execute = execute  # type: ignore[method-assign]
+    patch(inner.executor, execute=execute)
     engine = await started(inner)
     streams = [engine.submit(request("runs", [1]))]
     await until(reached.is_set, "a step")
@@ -334,7 +328,7 @@ async def test_who_is_being_let_in_when_the_thread_dies_has_an_outcome() -> None
     def admit(*_: object) -> None:
         raise SystemExit("injected")
 
-    inner.admit = admit  # type: ignore[method-assign]
+    patch(inner, admit=admit)
     engine = AsyncEngine(inner)
     streams = [engine.submit(request(str(index), [1])) for index in range(3)]
     await engine.start()

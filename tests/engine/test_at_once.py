@@ -1,7 +1,5 @@
 """Deltas taken as they come, without waking whoever waits for them: all of them, in their order."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

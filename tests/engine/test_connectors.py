@@ -1,7 +1,5 @@
 """What connectors save and load, and when loading is worth it."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.checking import CheckingExecutor, Crash, build, layout
+from engine.checking import Crash, build, layout
 from engine.connecting import FakeDisk, ToldConnectors, told_connectors
+from faults import patch
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
 from octavo.engine.snapshot import snapshot
 from octavo.kv_cache.connectors.prefetch import Prefetcher
 from octavo.kv_cache.transfer_cost import Measured
 from octavo.sampling.params import SamplingParams
-from octavo.scheduler.policies.fair import Fair
 from octavo.scheduler.request import LatencyTarget, Outcome, Request, RequestRecord
 from octavo.scheduler.sequence import Status
 from octavo.scheduler.token_budget import TokenBudget
@@ -76,7 +74,6 @@ def test_a_reader_that_takes_no_jobs_costs_no_slot(
     connectors.settle()
     connectors.check([])
     ahead = prefetcher.start(blocks[count:], 0, 24, 0.0)
-    assert ahead is not None
     connectors.settle()
     assert prefetcher.is_ready(ahead, 0.0)
     assert len(ahead.pinned) == 6 - count
@@ -215,7 +212,6 @@ def test_one_hiccup_does_not_switch_host_memory_off() -> None:
     """Nor many, for ever: what is not loaded is not measured, so it is tried again some time."""
     engine, connectors = made()
     executor = engine.executor
-    assert isinstance(executor, CheckingExecutor)
     real = executor.import_blocks
 
     def slow(*given: Any) -> None:
@@ -230,17 +226,17 @@ def test_one_hiccup_does_not_switch_host_memory_off() -> None:
 
     ask(engine, "first", text(1))
     run(engine)
-    executor.import_blocks = slow  # type: ignore[method-assign]
+    patch(executor, import_blocks=slow)
     assert found("hiccup") == 96
-    executor.import_blocks = real  # type: ignore[method-assign]
+    patch(executor, import_blocks=real)
     assert found("after it") == 96
-    executor.import_blocks = slow  # type: ignore[method-assign]
+    patch(executor, import_blocks=slow)
     for number in range(100):
         if not found(f"slow {number}"):
             break
     else:
         raise AssertionError("what took a second a block was taken for worth it")
-    executor.import_blocks = real  # type: ignore[method-assign]
+    patch(executor, import_blocks=real)
     connectors.clock.advance(600.0)
     ask(engine, "computed again", text(1))
     run(engine)
@@ -252,9 +248,8 @@ def test_what_is_copied_out_goes_straight_to_its_place() -> None:
     size = layout().block_bytes
     disk = whole()
     engine, connectors = made(disk=disk, blocks=20, length=320)
-    connectors._take = lambda most: []  # type: ignore[method-assign]
+    patch(connectors, _take=lambda most: [])
     executor = engine.executor
-    assert isinstance(executor, CheckingExecutor)
     exported = 0
     real = executor.export_blocks
 
@@ -264,9 +259,9 @@ def test_what_is_copied_out_goes_straight_to_its_place() -> None:
         exported += len(blocks)
         return real(blocks, into)
 
-    executor.export_blocks = export  # type: ignore[method-assign]
+    patch(executor, export_blocks=export)
     written: list[Any] = []
-    disk.write = lambda key, data: written.append(data)  # type: ignore[method-assign]
+    patch(disk, write=lambda key, data: written.append(data))
     ask(engine, "first", text(1, 300))
     run(engine)
     ask(engine, "second", text(2, 300))
@@ -327,7 +322,7 @@ def test_at_the_end_everything_is_written() -> None:
     disk.files.clear()
     writer = connectors.workers[1]
     submit = writer.submit
-    writer.submit = lambda job: (submit(job), writer.run(1))[0]  # type: ignore[method-assign]
+    patch(writer, submit=lambda job: (submit(job), writer.run(1))[0])
     engine.close()
     assert len(disk.files) == 7
 
@@ -335,7 +330,7 @@ def test_at_the_end_everything_is_written() -> None:
 def test_others_go_on_while_a_request_waits_for_the_disk() -> None:
     disk = left_on_disk()
     engine, connectors = made(disk=disk)
-    connectors.workers[0].run = lambda count: None  # type: ignore[method-assign]
+    patch(connectors.workers[0], run=lambda count: None)
     waiting = ask(engine, "waiting", text(1))
     other = ask(engine, "other", text(2, 40))
     engine.step()
@@ -347,7 +342,7 @@ def test_others_go_on_while_a_request_waits_for_the_disk() -> None:
 def test_nobody_waits_longer_than_computing_would_take() -> None:
     disk = left_on_disk()
     engine, connectors = made(disk=disk, seconds_per_token=0.01)
-    connectors.workers[0].run = lambda count: None  # type: ignore[method-assign]
+    patch(connectors.workers[0], run=lambda count: None)
     late = ask(engine, "late", text(1))
     run(engine)
     assert late.outcome is Outcome.FINISHED
@@ -389,7 +384,6 @@ def test_asking_whether_all_is_read_counts_nothing() -> None:
     ask(engine, "again", text(1))
     (seq,) = engine.scheduler.waiting.fetching
     assert seq.prefetch is not None
-    assert connectors.prefetcher is not None
     for _ in range(3):
         assert not connectors.prefetcher.is_ready(seq.prefetch, connectors.clock.now())
     connectors.settle()
@@ -536,7 +530,6 @@ def test_a_prompt_too_long_for_host_memory_is_read_in_part() -> None:
     engine, connectors = made(disk=disk, blocks=30, length=300, host=8)
     again = ask(engine, "again", text(1, 290))
     other = ask(engine, "other", text(1, 290), "another salt")
-    assert connectors.prefetcher is not None
     assert connectors.prefetcher.num_slots == 4
     run(engine)
     assert (again.cached_tokens, other.cached_tokens) == (64, 0)
@@ -586,12 +579,11 @@ class Hit:
             ask(self.engine, f"first {number}", text(number, 300))
             run(self.engine)
         executor = self.engine.executor
-        assert isinstance(executor, CheckingExecutor)
         self.executor = executor
         self.copied = 0
         self.fails_after: int | None = None
         self._import = executor.import_blocks
-        executor.import_blocks = self.slow_import  # type: ignore[method-assign]
+        patch(executor, import_blocks=self.slow_import)
         loading_takes(self.connectors, 0.001)
         self.stream = ask(self.engine, "stream", text(5, 20), max_tokens=100)
         for _ in range(30):  # what a step takes is learned
@@ -720,7 +712,6 @@ def test_when_the_rest_of_a_hit_cannot_be_copied_in_it_is_computed() -> None:
 def test_what_is_lost_of_a_hit_is_charged_to_the_client() -> None:
     hit = Hit(0.006, policy="fair")
     policy = hit.engine.scheduler.policy
-    assert isinstance(policy, Fair)
     hit.half()
     charged = policy.served("again")
     hit.fails_after = hit.copied
@@ -742,12 +733,11 @@ def test_blocks_that_cannot_be_copied_in_cost_nobody_an_answer() -> None:
     ask(engine, "first", text(1))
     run(engine)
     executor = engine.executor
-    assert isinstance(executor, CheckingExecutor)
 
     def broken(*_: object) -> None:
         raise Crash("injected")
 
-    executor.import_blocks = broken  # type: ignore[method-assign]
+    patch(executor, import_blocks=broken)
     for number in range(5):
         overwritten(engine)
         again = ask(engine, f"again {number}", text(1))
@@ -763,7 +753,6 @@ def test_nor_whoever_runs_alone_then(takes: float) -> None:
     run(engine)
     overwritten(engine)
     executor, failed = engine.executor, 0
-    assert isinstance(executor, CheckingExecutor)
 
     def broken(*_: object) -> None:
         nonlocal failed
@@ -771,7 +760,7 @@ def test_nor_whoever_runs_alone_then(takes: float) -> None:
         connectors.clock.advance(takes)
         raise Crash("injected")
 
-    executor.import_blocks = broken  # type: ignore[method-assign]
+    patch(executor, import_blocks=broken)
     again = ask(engine, "again", text(1))
     while not failed:
         engine.step()
@@ -784,12 +773,11 @@ def test_nor_whoever_runs_alone_then(takes: float) -> None:
 def test_blocks_that_cannot_be_copied_out_are_forgotten() -> None:
     engine, connectors = made(disk=whole())
     executor = engine.executor
-    assert isinstance(executor, CheckingExecutor)
 
     def broken(*_: object) -> Any:
         raise Crash("injected")
 
-    executor.export_blocks = broken  # type: ignore[method-assign]
+    patch(executor, export_blocks=broken)
     ask(engine, "first", text(1))
     run(engine)
     overwritten(engine)

@@ -1,13 +1,11 @@
 """Tokens and prompt logprobs of logits that come a slice at a time are those of all at once."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo import _native
@@ -40,7 +38,6 @@ def sampler() -> NativeSampler:
     return NativeSampler(VOCAB, "", _native.ThreadPool(1))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_slices_give_what_all_rows_give(sampler: NativeSampler, data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), label="seed"))
@@ -86,7 +83,6 @@ def test_slices_give_what_all_rows_give(sampler: NativeSampler, data: st.DataObj
             assert got_scores[span] == score
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_slices_give_what_all_rows_give_of_drafts(
     sampler: NativeSampler, data: st.DataObject
@@ -135,7 +131,6 @@ def test_slices_give_what_all_rows_give_of_drafts(
     assert drawn(sliced(logits, rows)) == expected
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_trees_give_what_token_by_token_gives(sampler: NativeSampler, data: st.DataObject) -> None:
     """Logits are a function of the tokens so far, and few tokens are likely, so that runs go over

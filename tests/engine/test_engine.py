@@ -1,12 +1,11 @@
 """The engine on the checking executor: whole lives of requests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
-from engine.checking import VOCAB, CheckingExecutor, FakeSampler, FakeState, build
+from engine.checking import VOCAB, FakeSampler, FakeState, build
+from faults import patch
 from octavo.engine.engine import Engine, Step
 from octavo.engine.outputs import Delta
 from octavo.sampling.params import InvalidParameter, SamplingParams
@@ -69,7 +68,6 @@ def test_block_16_two_requests_of_34_and_35_in_7_blocks_preempt_once() -> None:
 
 def test_a_poisonous_request_fails_alone_and_its_neighbours_finish() -> None:
     engine = build()
-    assert isinstance(engine.executor, CheckingExecutor)
     engine.executor.poison = 63
     records = [
         engine.add_request(request("a", [1] * 20, max_tokens=9, n=2)),
@@ -86,7 +84,6 @@ def test_a_poisonous_request_fails_alone_and_its_neighbours_finish() -> None:
 
 def test_a_row_that_is_not_a_number_fails_its_own_request_only() -> None:
     engine = build()
-    assert isinstance(engine.sampler, FakeSampler)
     engine.sampler.broken[5] = 0
     good = engine.add_request(request("good", [1], max_tokens=4))
     bad = engine.add_request(request("bad", [2], max_tokens=4, seed=5, n=3))
@@ -109,7 +106,7 @@ def test_a_sampler_that_raises_half_way_leaves_no_trace() -> None:
             raise RuntimeError("after recording")
         return sampled
 
-    engine.sampler.sample = sample  # type: ignore[method-assign]
+    patch(engine.sampler, sample=sample)
     for name in "ab":
         engine.add_request(request(name, [1, 2], max_tokens=6, prompt_logprobs=0))
     deltas = run(engine)
@@ -132,7 +129,7 @@ def test_prompt_logprobs_that_fail_half_way_are_not_delivered_twice() -> None:
             raise RuntimeError("of the second prompt")
         return scores(*arguments)
 
-    engine.sampler.prompt_logprobs = prompt_logprobs  # type: ignore[method-assign]
+    patch(engine.sampler, prompt_logprobs=prompt_logprobs)
     for name in "ab":
         engine.add_request(request(name, [1, 2, 3], max_tokens=2, prompt_logprobs=0))
     deltas = run(engine)
@@ -260,7 +257,6 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, of: object, name: str) -> None:
 
 
 def three_suspects(engine: Engine) -> list[RequestRecord]:
-    assert isinstance(engine.executor, CheckingExecutor)
     records = [engine.add_request(request(name, [index] * 5)) for index, name in enumerate("abc")]
     engine.step()
     engine.executor.crashes.append("half")
@@ -289,7 +285,6 @@ def test_who_had_not_run_is_not_at_fault(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_who_is_left_of_a_step_that_failed_was_not_alone_in_it() -> None:
     engine = build()
-    assert isinstance(engine.executor, CheckingExecutor)
     record = engine.add_request(request("a", [1] * 5, max_tokens=4))
     engine.add_request(request("b", [2] * 5, max_tokens=4))
     engine.executor.during = lambda: engine.abort("b") and None

@@ -1,7 +1,5 @@
 """Events of blocks: whoever applies them knows what the prefix index and every connector hold."""
 
-from __future__ import annotations
-
 import random
 from array import array
 

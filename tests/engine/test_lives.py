@@ -1,7 +1,5 @@
 """Whatever happens in whatever order: right cache content, progress, no leak, one outcome each."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -2,8 +2,6 @@
 and no block of another model, tokenizer, rounding or numerics version.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -30,8 +28,8 @@ from octavo.kv_cache.cache import peak_blocks
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader.base import WeightFormat
 from octavo.models.families import program
+from paths import ORACLE, TINY
 
-ORACLES = Path(__file__).parents[1] / "oracle"
 MIB = 1 << 20
 
 
@@ -117,7 +115,7 @@ def cached_by(path: Path, folder: Path, **config: Any) -> int:
 
 
 def test_who_shares(tmp_path: Path) -> None:
-    model, folder = ORACLES / "tiny-llama.gguf", tmp_path / "cache"
+    model, folder = TINY, tmp_path / "cache"
     assert cached_by(model, folder) == 0
     assert cached_by(model, folder) == 96
     # The same numbers, however they come about:
@@ -134,12 +132,12 @@ def test_who_shares(tmp_path: Path) -> None:
     ):
         assert cached_by(model, folder, **{name: value}) == 0
     for other in ("tiny-llama-odd", "tiny-gemma3"):
-        assert cached_by(ORACLES / f"{other}.gguf", folder) == 0
+        assert cached_by(ORACLE / f"{other}.gguf", folder) == 0
     assert cached_by(model, folder) == 96
 
 
 def test_one_weight_that_differs(tmp_path: Path) -> None:
-    model, folder = ORACLES / "tiny-llama.gguf", tmp_path / "cache"
+    model, folder = TINY, tmp_path / "cache"
     assert cached_by(model, folder) == 0
     altered = bytearray(model.read_bytes())
     altered[-2] ^= 1  # of the last tensor
@@ -148,7 +146,7 @@ def test_one_weight_that_differs(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, folder = ORACLES / "tiny-llama.gguf", tmp_path / "cache"
+    model, folder = TINY, tmp_path / "cache"
     assert cached_by(model, folder) == 0
     with monkeypatch.context() as changed:
         changed.setattr(offload, "_tokenizer_digest", lambda tokenizer: b"another")
@@ -178,7 +176,7 @@ def test_the_digest_is_the_same_in_every_process() -> None:
     found = set()
     for seed in ("0", "1"):
         ran = subprocess.run(
-            [sys.executable, "-c", NAMED, str(ORACLES / "tiny-llama.gguf")],
+            [sys.executable, "-c", NAMED, str(TINY)],
             capture_output=True,
             text=True,
             env=os.environ | {"PYTHONHASHSEED": seed},
@@ -189,11 +187,11 @@ def test_the_digest_is_the_same_in_every_process() -> None:
 
 
 def test_a_tokenizer_is_told_from_another() -> None:
-    one = octavo.loader.load(ORACLES / "tiny-llama.gguf").tokenizer
-    other = octavo.loader.load(ORACLES / "tiny-gemma3.gguf").tokenizer
+    one = octavo.loader.load(TINY).tokenizer
+    other = octavo.loader.load(ORACLE / "tiny-gemma3.gguf").tokenizer
     assert offload._tokenizer_digest(one) == offload._tokenizer_digest(one)
     assert offload._tokenizer_digest(one) != offload._tokenizer_digest(other)
-    stop = octavo.loader.load(ORACLES / "tiny-llama.gguf").tokenizer
+    stop = octavo.loader.load(TINY).tokenizer
     stop.eos_token_ids = frozenset((7,))
     assert offload._tokenizer_digest(stop) != offload._tokenizer_digest(one)
 
@@ -202,7 +200,7 @@ def test_the_digest_names_the_numerics_and_not_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache outlives a release that computes the same bits, whatever changes in its text."""
-    model, folder = ORACLES / "tiny-llama.gguf", tmp_path / "cache"
+    model, folder = TINY, tmp_path / "cache"
     assert cached_by(model, folder) == 0
     with monkeypatch.context() as changed:
         changed.setattr(octavo, "__version__", "another")
@@ -236,7 +234,7 @@ def test_what_lies_in_the_place_of_its_own_folder_is_refused(tmp_path: Path, ins
         kv_cache_memory_bytes=8 * MIB, max_num_seqs=4, kv_offload_dir=str(tmp_path)
     )
     with pytest.raises(SettingsError, match=r"may not be written: .*(a link|Not a dir|exists)"):
-        load_engine(ORACLES / "tiny-llama.gguf", config)
+        load_engine(TINY, config)
 
 
 @pytest.mark.parametrize(
@@ -256,14 +254,13 @@ def test_settings_that_contradict_each_other(settings: dict[str, Any], said: str
 
 
 def test_sizes_below_a_block_are_refused(tmp_path: Path) -> None:
-    model = ORACLES / "tiny-llama.gguf"
     for settings in (
         {"kv_offload_memory": 10},
         {"kv_offload_dir": str(tmp_path), "kv_offload_disk": 10},
     ):
         config = EngineConfig(kv_cache_memory_bytes=8 * MIB, max_num_seqs=4, **settings)
         with pytest.raises(SettingsError, match="is less than a block of"):
-            load_engine(model, config)
+            load_engine(TINY, config)
 
 
 class Filled:
@@ -283,19 +280,16 @@ def test_its_own_files_count_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """So the budget is the same at each start, and for each server that shares the folder."""
     filled = Filled(monkeypatch, tmp_path, 10 * MIB)
     first = offload._disk(str(tmp_path), b"one", 100_000, None)
-    assert first is not None
     assert first.budget == 5 * MIB
     for number in range(60):  # more than it may have
         first.write((bytes([number]) * 32, 0), np.full(100_000, number, np.uint8))
     assert 40 * 100_000 < first.used <= 5 * MIB
     for engine in (b"one", b"other"):
         again = offload._disk(str(tmp_path), engine, 100_000, None)
-        assert again is not None
         assert again.budget == 5 * MIB
         assert again.used == first.used
     filled.taken = 2 * MIB
     less = offload._disk(str(tmp_path), b"one", 100_000, None)
-    assert less is not None
     assert less.budget == 4 * MIB
     assert len(less) == len(first)  # none is thrown away before another is written
 
@@ -307,13 +301,12 @@ def test_on_a_full_disk_what_is_there_is_read(
     config = EngineConfig(
         kv_cache_memory_bytes=8 * MIB, max_num_seqs=4, kv_offload_dir=str(tmp_path)
     )
-    loaded = load_engine(ORACLES / "tiny-llama.gguf", config)
+    loaded = load_engine(TINY, config)
     assert "is full (0 B free)" in caplog.text
     assert "0 B in" in loaded.report()
     loaded.engine.close()
     full.size = 2 * MIB
     disk = offload._disk(str(tmp_path), b"one", 100_000, None)
-    assert disk is not None
     key = b"k" * 32, 0
     data = np.arange(100_000, dtype=np.uint8)
     disk.write(key, data)
@@ -323,7 +316,6 @@ def test_on_a_full_disk_what_is_there_is_read(
     disk.write((b"l" * 32, 0), np.zeros(1_000_000, np.uint8))
     assert len(disk) == 0
     again = offload._disk(str(tmp_path), b"one", 100_000, None)
-    assert again is not None
     read = np.zeros_like(data)
     assert again.read(key, read)
     assert np.array_equal(read, data)
@@ -339,7 +331,7 @@ def test_a_disk_without_room_for_folders_is_done_without(
     config = EngineConfig(
         kv_cache_memory_bytes=8 * MIB, max_num_seqs=4, kv_offload_dir=str(tmp_path / "kv")
     )
-    loaded = load_engine(ORACLES / "tiny-llama.gguf", config)
+    loaded = load_engine(TINY, config)
     assert "No space left on device: nothing is kept there" in caplog.text
     assert "in /" not in next(line for line in loaded.report().splitlines() if "offload" in line)
     loaded.engine.close()
@@ -359,8 +351,7 @@ def test_the_memory_of_the_tier_is_in_the_plan() -> None:
 
 
 def test_the_start_report_says_what_there_is(tmp_path: Path) -> None:
-    model = ORACLES / "tiny-llama.gguf"
-    cached_by(model, tmp_path)
+    cached_by(TINY, tmp_path)
     config = EngineConfig(
         kv_cache_memory_bytes=8 * MIB,
         max_model_len=128,
@@ -369,7 +360,7 @@ def test_the_start_report_says_what_there_is(tmp_path: Path) -> None:
         kv_offload_disk=1 << 30,
         kv_offload_memory=8 * MIB,
     )
-    loaded = load_engine(model, config)
+    loaded = load_engine(TINY, config)
     (line,) = [line for line in loaded.report().splitlines() if line.startswith("kv offload")]
     assert "8 MiB of host memory, 1 GiB in" in line
     assert "which holds 6 blocks of this model" in line

@@ -1,7 +1,5 @@
 """A sequence's text against decoding everything at once and searching all of it."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Collection
 from pathlib import Path
@@ -132,7 +130,7 @@ def expected(token_ids: list[int], params: SamplingParams) -> Pushed:
     return whole(len(token_ids)), len(token_ids), None, None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     token_ids=ids,
     stop=stop_strings,
@@ -166,7 +164,7 @@ def test_equals_decoding_everything_and_searching_all_of_it(
     assert text == whole[0]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(token_ids=ids, stop=stop_strings)
 def test_holds_back_exactly_what_may_become_a_stop_string(
     token_ids: list[int], stop: list[str]

@@ -1,7 +1,5 @@
 """Loads that a machine cannot keep up with, in the simulator: shares and promises are kept."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The cost of computing a part of a prompt: what the predictor says, less a margin."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

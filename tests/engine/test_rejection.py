@@ -5,8 +5,6 @@ preemptions and branches, beside requests with stop strings, logprobs and penalt
 beginning of three tokens came is compared to the exact probabilities by Pearson's test.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -210,7 +208,6 @@ class Rows:
         self.last: Float32 = np.empty(0, np.float32)
 
     def on_step(self, step: Step) -> None:
-        assert step.result.logits is not None
         self.last = step.result.logits[:1].copy()
 
     def on_end(self, record: RequestRecord) -> None: ...

@@ -8,8 +8,6 @@ is warm or cold. Some of the requests are then run alone, on one thread, in one 
 cache or drafts, and every logits row is compared byte for byte.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,12 +46,11 @@ from octavo.spec_decode.layer_skip import LayerSkipDrafter
 from octavo.spec_decode.ngram import NgramDrafter
 from octavo.spec_decode.speculator import Speculator
 from octavo.spec_decode.suffix import SuffixDrafter
-
-ORACLES = Path(__file__).parents[1] / "oracle"
+from paths import ORACLE
 
 
 def oracle(name: str) -> Callable[[], Checkpoint]:
-    return lambda: octavo.loader.load(ORACLES / f"{name}.gguf")
+    return lambda: octavo.loader.load(ORACLE / f"{name}.gguf")
 
 
 MODELS: dict[str, Callable[[], Checkpoint]] = {
@@ -218,7 +215,6 @@ class Recorder(NativeSampler):
     def sample(
         self, logits: Float32 | None, rows: Sequence[int], states: Sequence[SamplerState]
     ) -> Sampled:
-        assert logits is not None
         places: dict[int, int] = {}
         for row, state in zip(rows, states, strict=True):
             place = places.get(id(state), state.num_generated)
@@ -479,8 +475,6 @@ def compare(crowd: Trace, alone: Trace, where: str) -> int:
     assert crowd.token_ids == alone.token_ids, where
     assert crowd.logprobs == alone.logprobs, where
     assert crowd.prompt_logprobs == alone.prompt_logprobs, where
-    assert crowd.record is not None
-    assert alone.record is not None
     assert crowd.record.finish_reasons == alone.record.finish_reasons, where
     count = 0
     for choice, rows in alone.rows.items():

@@ -1,7 +1,5 @@
 """What a model's files say of sampling, and who wins."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +12,7 @@ from octavo.llm import LLM
 from octavo.loader.base import CheckpointError
 from octavo.loader.generation_config import of_gguf
 from octavo.sampling.params import SamplingParams
-
-ORACLES = Path(__file__).parents[1] / "oracle"
+from paths import TINY
 
 FILE = {
     "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "repetition_penalty": 1.05,
@@ -77,7 +74,7 @@ def test_the_keys_of_gguf_files() -> None:
 
 
 def test_a_request_without_params_is_drawn_as_the_model_says() -> None:
-    with LLM(ORACLES / "tiny-llama.gguf", kv_cache_memory_bytes=8 << 20, max_num_seqs=4) as llm:
+    with LLM(TINY, kv_cache_memory_bytes=8 << 20, max_num_seqs=4) as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
         llm.loaded.checkpoint.generation_config.update({"top_k": 1, "max_new_tokens": 5})
         assert llm.get_default_sampling_params() == SamplingParams(top_k=1, max_tokens=5)

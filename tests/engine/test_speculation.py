@@ -3,17 +3,17 @@
 That nothing else changes under any load is what test_lives.py and test_same_bits.py draw.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection
 from collections.abc import Sequence as Items
+from functools import cache
 from typing import Any
 
 import pytest
 
-from engine.checking import CheckingExecutor, FakeSampler, build
+from engine.checking import FakeSampler, build
 from engine.drafting import Coin, Finding, Heads, Oracle, Passes, Turning
+from faults import patch
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
 from octavo.engine.outputs import Delta
@@ -158,35 +158,47 @@ def answers(engine: Engine, requests: int, **params: Any) -> tuple[dict[Any, Ans
     return got, stats
 
 
+@cache
+def simulated(
+    batch: int, requests: int, rate: float | None = None, *, max_tokens: int = 150, **drafting: Any
+) -> tuple[float, EngineStats]:
+    """Seconds and counters of so many requests; without a ``rate`` nothing is drafted."""
+    engine = simulator(batch, rate=rate, **drafting)
+    _, stats = answers(engine, requests, max_tokens=max_tokens)
+    return engine.clock.now(), stats
+
+
+ENDS: list[dict[str, Any]] = [
+    {"max_tokens": 50},
+    {"max_tokens": 1},
+    {"max_tokens": 2},
+    {"max_tokens": 80, "stop": ("ab", "cde", "é"), "n": 2},
+    {"max_tokens": 80, "stop": ("ab", "c"), "logprobs": 2},
+    {"max_tokens": 80, "stop": ("ab",), "include_stop_str_in_output": True, "min_tokens": 30},
+    {"max_tokens": 200, "logprobs": 2, "n": 3},
+    {"max_tokens": 200, "logprobs": 0, "min_tokens": 9, "stop_token_ids": (5,)},
+    {"max_tokens": 60, "prompt_logprobs": 1},
+]
+
+
+@cache
+def ended(
+    case: int, rate: float | None = None, pinned: int | None = None
+) -> tuple[dict[Any, Answer], EngineStats]:
+    engine = simulator(8, rate=rate, pinned=pinned, stop_rate=0.03, tokenizer=Letters(), eos=(7,))
+    return answers(engine, 5, **ENDS[case])
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("pinned", [None, 3, 64])
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"max_tokens": 50},
-        {"max_tokens": 1},
-        {"max_tokens": 2},
-        {"max_tokens": 80, "stop": ("ab", "cde", "é"), "n": 2},
-        {"max_tokens": 80, "stop": ("ab", "c"), "logprobs": 2},
-        {"max_tokens": 80, "stop": ("ab",), "include_stop_str_in_output": True, "min_tokens": 30},
-        {"max_tokens": 200, "logprobs": 2, "n": 3},
-        {"max_tokens": 200, "logprobs": 0, "min_tokens": 9, "stop_token_ids": (5,)},
-        {"max_tokens": 60, "prompt_logprobs": 1},
-    ],
-)
+@pytest.mark.parametrize("case", range(len(ENDS)))
 def test_answers_end_where_they_would_have_ended(
-    rate: float, pinned: int | None, params: dict[str, Any]
+    rate: float, pinned: int | None, case: int
 ) -> None:
-    def run(rate: float | None) -> tuple[dict[Any, Answer], EngineStats]:
-        engine = simulator(
-            8, rate=rate, pinned=pinned, stop_rate=0.03, tokenizer=Letters(), eos=(7,)
-        )
-        return answers(engine, 5, **params)
-
-    expected, _ = run(None)
-    got, stats = run(rate)
+    expected, _ = ended(case)
+    got, stats = ended(case, rate, pinned)
     assert got == expected
-    if rate > 0 and pinned and params["max_tokens"] > 2:
+    if rate > 0 and pinned and ENDS[case]["max_tokens"] > 2:
         assert stats.accepted_tokens > 0
 
 
@@ -194,14 +206,8 @@ def test_answers_end_where_they_would_have_ended(
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.8, 1.0])
 def test_time_is_never_lost(batch: int, rate: float) -> None:
     """In the simulation, where it is exact; and where much is to be had, much is got."""
-
-    def seconds(rate: float | None) -> tuple[float, EngineStats]:
-        engine = simulator(batch, rate=rate)
-        _, stats = answers(engine, batch, max_tokens=150)
-        return engine.clock.now(), stats
-
-    without, _ = seconds(None)
-    took, stats = seconds(rate)
+    without, _ = simulated(batch, batch)
+    took, stats = simulated(batch, batch, rate)
     assert took <= without / 0.97
     if batch == 1 and rate >= 0.8:
         assert took <= without / 2
@@ -219,9 +225,7 @@ def test_what_copying_gained_is_not_lost_in_chat(batch: int, rate: float) -> Non
         answers(engine, 3 * batch, max_tokens=400)
         if engine.speculator is not None:
             assert engine.stats().accepted_tokens > 600 * batch
-            assert engine.speculator._lookup is not None
             drafter = engine.speculator._lookup._drafter
-            assert isinstance(drafter, Coin)
             drafter._rate = rate
         before = engine.clock.now()
         for index in range(batch):
@@ -235,27 +239,25 @@ def test_what_copying_gained_is_not_lost_in_chat(batch: int, rate: float) -> Non
     assert seconds(True) <= seconds(False) / 0.985
 
 
+@cache
+def plain_answers() -> dict[Any, Answer]:
+    return answers(simulator(8, rate=None, stop_rate=0.02, eos=(7,)), 5, max_tokens=60, n=2)[0]
+
+
 @pytest.mark.parametrize("cost", [0.0, 1e-4, 1e-3])
 @pytest.mark.parametrize("rate", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("pinned", [None, 3])
 def test_answers_are_the_same_with_a_drafter_that_computes(
     cost: float, rate: float, pinned: int | None
 ) -> None:
-    def run(rate: float | None) -> tuple[dict[Any, Answer], EngineStats]:
-        engine = simulator(8, rate=rate, cost=cost, pinned=pinned, stop_rate=0.02, eos=(7,))
-        got = answers(engine, 5, max_tokens=60, n=2)
-        if engine.speculator:
-            drafter = engine.speculator._model
-            assert isinstance(drafter, Passes)
-            assert drafter.seen >= sum(len(answer.token_ids) for answer in got[0].values())
-            assert not engine.speculator.num_known
-            engine.close()
-            assert drafter.closed
-        return got
-
-    expected, _ = run(None)
-    got, stats = run(rate)
-    assert got == expected
+    engine = simulator(8, rate=rate, cost=cost, pinned=pinned, stop_rate=0.02, eos=(7,))
+    got, stats = answers(engine, 5, max_tokens=60, n=2)
+    drafter = engine.speculator._model
+    assert drafter.seen >= sum(len(answer.token_ids) for answer in got.values())
+    assert not engine.speculator.num_known
+    engine.close()
+    assert drafter.closed
+    assert got == plain_answers()
     if rate > 0 and pinned:
         assert stats.accepted_tokens > 0
 
@@ -265,13 +267,9 @@ def test_answers_are_the_same_with_a_drafter_that_computes(
 )
 @pytest.mark.parametrize("rate", [0.0, 0.5, 0.9])
 def test_time_is_never_lost_where_drafting_takes_time(batch: int, rate: float, cost: float) -> None:
-    def seconds(rate: float | None) -> tuple[float, EngineStats]:
-        engine = simulator(batch, rate=rate, cost=cost)
-        _, stats = answers(engine, batch, max_tokens=400 if batch < 32 else 150)
-        return engine.clock.now(), stats
-
-    without, _ = seconds(None)
-    took, _ = seconds(rate)
+    max_tokens = 400 if batch < 32 else 150
+    without, _ = simulated(batch, batch, max_tokens=max_tokens)
+    took, _ = simulated(batch, batch, rate, max_tokens=max_tokens, cost=cost)
     assert took <= without / 0.97
     if batch == 1 and rate >= 0.9 and cost <= 5e-5:
         assert took <= without / 1.5
@@ -292,27 +290,21 @@ def test_time_is_never_lost_with_heads_and_a_lookup(
     each, and to tell the heads of a step, which no account of drafting has, 10 µs.
     """
 
-    def seconds(drafting: bool) -> tuple[float, int]:
-        engine = simulator(batch, rate=None)
-        clock, heads = engine.clock, None
-        if drafting:
-            assert isinstance(engine.sampler, ScriptedSampler)
-            assert isinstance(clock, VirtualClock)
-            heads = Heads(rate, 7e-5, engine.sampler, clock, 3e-5, 1e-5)
-            lookup = Finding(0.9, found, engine.sampler, clock, 1e-5)
-            engine.speculator = lookup.speculator = Speculator(
-                heads, MODEL.vocab_size, longest=4, lookup=lookup, now=clock.now
-            )
-        answers(engine, answers_each * batch, max_tokens=200)
-        return clock.now(), heads.asked if heads else 0
-
-    without, _ = seconds(False)
-    took, asked = seconds(True)
+    engine = simulator(batch, rate=None)
+    clock = engine.clock
+    heads = Heads(rate, 7e-5, engine.sampler, clock, 3e-5, 1e-5)
+    lookup = Finding(0.9, found, engine.sampler, clock, 1e-5)
+    engine.speculator = lookup.speculator = Speculator(
+        heads, MODEL.vocab_size, longest=4, lookup=lookup, now=clock.now
+    )
+    answers(engine, answers_each * batch, max_tokens=200)
+    took = clock.now()
+    without, _ = simulated(batch, answers_each * batch, max_tokens=200)
     assert took <= without / 0.97
     if batch == 1 and rate >= 0.8:
         assert took <= without / 1.7
     if batch > 1 and rate < 0.8:
-        assert asked <= 0.06 * 200 * answers_each  # steps
+        assert heads.asked <= 0.06 * 200 * answers_each  # steps
 
 
 @pytest.mark.parametrize(
@@ -337,7 +329,6 @@ def test_texts_are_read_where_that_pays(
         if engine.speculator is None:
             return engine.clock.now(), 0
         drafter = engine.speculator._model
-        assert isinstance(drafter, Passes)
         return engine.clock.now(), drafter.num_read
 
     without, _ = seconds(None)
@@ -399,9 +390,8 @@ def test_what_a_stop_cuts_off_is_no_gain_for_the_budget() -> None:
     engine = simulator(1, rate=1.0)
     answers(engine, 1, max_tokens=150)
     speculator = engine.speculator
-    assert speculator is not None
     told: list[tuple[float, float]] = []
-    speculator._account.add = lambda seconds, worth, steps=1: told.append((seconds, worth))  # type: ignore[method-assign]
+    patch(speculator._account, add=lambda seconds, worth, steps=1: told.append((seconds, worth)))
     params = SamplingParams(seed=3, max_tokens=150)
     engine.add_request(Request(request_id="a", prompt_token_ids=[1, 2, 3], params=params))
     while not engine.stats().running or not engine.scheduler.decoding:
@@ -439,7 +429,6 @@ def test_what_is_to_be_read_is_asked_once_a_step() -> None:
     """It may look for prefixes in a cache; where all has been read it is asked no more often."""
     engine = simulator(4, rate=0.9, cost=2e-3)
     drafter = engine.speculator and engine.speculator._model
-    assert isinstance(drafter, Passes)
     asked: list[Sequence] = []
     unread = drafter.unread
     drafter.unread = lambda seq: asked.append(seq) or unread(seq)  # type: ignore
@@ -461,7 +450,6 @@ def test_a_drafter_that_computes_and_fails_is_given_up(
     engine = simulator(4, rate=0.5, cost=0.0, pinned=3)
     assert engine.speculator
     drafter = engine.speculator._model
-    assert isinstance(drafter, Passes)
     drafter.raises = method
     with caplog.at_level(logging.WARNING):
         got, stats = answers(engine, 4, max_tokens=30)
@@ -477,14 +465,9 @@ def test_a_drafter_that_computes_and_fails_is_given_up(
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 @pytest.mark.parametrize("turns", [0.1, 0.9])
 def test_alternatives_never_lose_time_either(batch: int, rate: float, turns: float) -> None:
-    def seconds(rate: float | None, turns: float | None) -> tuple[float, EngineStats]:
-        engine = simulator(batch, rate=rate, turns=turns)
-        _, stats = answers(engine, batch, max_tokens=150)
-        return engine.clock.now(), stats
-
-    without, _ = seconds(None, None)
-    alone, _ = seconds(rate, None)
-    took, stats = seconds(rate, turns)
+    without, _ = simulated(batch, batch)
+    alone, _ = simulated(batch, batch, rate)
+    took, stats = simulated(batch, batch, rate, turns=turns)
     assert took <= without / 0.97
     assert took <= alone / 0.93
     if batch == 1 and rate == 0.5 and turns == 0.9:
@@ -586,7 +569,6 @@ def test_a_drafter_may_have_other_methods_too() -> None:
 def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.spec_decode.tuning.LOOKUP_TOKENS_PER_STEP", 7)
     engine = build(max_logits_rows=64)
-    assert isinstance(engine.sampler, FakeSampler)
     oracle = Oracle("long", engine.sampler)
     oracle.speculator = engine.speculator = Speculator(oracle, 64, 3)
     read: list[int] = []
@@ -607,7 +589,6 @@ def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_that_fails_with_drafts_is_tried_without() -> None:
     engine = build(max_logits_rows=64)
     executor = engine.executor
-    assert isinstance(executor, CheckingExecutor)
     oracle = Oracle("right", engine.sampler)  # type: ignore[arg-type]
     engine.speculator = oracle.speculator = Speculator(oracle, 64, 3)
     execute, crashes = executor.execute, []
@@ -618,7 +599,7 @@ def test_a_step_that_fails_with_drafts_is_tried_without() -> None:
             raise RuntimeError("injected")
         return execute(batch)
 
-    executor.execute = fragile  # type: ignore[method-assign]
+    patch(executor, execute=fragile)
     params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
     record = engine.add_request(Request(request_id="a", prompt_token_ids=[1], params=params))
     while engine.has_work():

@@ -1,7 +1,5 @@
 """Output that nobody takes: its request is paused, and then goes on as if it had not been."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 
@@ -9,6 +7,7 @@ import pytest
 
 from engine.test_async_engine import collect, started
 from engine.test_engine import request
+from faults import patch
 from octavo.engine import stream as streams
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.outputs import Delta
@@ -39,7 +38,7 @@ async def one_by_one() -> AsyncEngine:
             asyncio.run_coroutine_threadsafe(seen(), loop).result(0.5)
         return execute(batch)
 
-    engine.engine.executor.execute = after_the_loop  # type: ignore[method-assign]
+    patch(engine.engine.executor, execute=after_the_loop)
     return engine
 
 

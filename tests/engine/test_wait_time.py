@@ -1,7 +1,5 @@
 """Predicted waits beside those that come, on a simulated engine."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from engine.checking import VOCAB, CheckingExecutor, FakeSampler, FakeState, build, layout
+from engine.checking import VOCAB, FakeState, build, layout
 from engine.connecting import FaultyDisk, Remote, told_connectors
 from engine.drafting import Branching, Oracle
 from engine.shooting import Shot, shooting
+from faults import patch
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Step
 from octavo.engine.outputs import Delta, SequenceOutput
@@ -272,8 +273,6 @@ class World:
             seed=0,
             **setting.policy,
         )
-        assert isinstance(self.engine.executor, CheckingExecutor)
-        assert isinstance(self.engine.sampler, FakeSampler)
         self.executor = self.engine.executor
         self.sampler = self.engine.sampler
         self.sampler.broken.update({BROKEN_SEED: 0, LATE_SEED: 3})
@@ -287,7 +286,7 @@ class World:
                 clock.jump(setting.load_seconds)
                 import_blocks(blocks, data)
 
-            self.executor.import_blocks = slow_import  # type: ignore[method-assign]
+            patch(self.executor, import_blocks=slow_import)
         self.engine.new_output = Words  # type: ignore[assignment]
         Words.fail = False
         if setting.drafter is not None:
@@ -503,7 +502,6 @@ class World:
     @action
     def jump(self, seconds: float) -> None:
         """The clock is set."""
-        assert isinstance(self.engine.clock, Leaping)
         self.engine.clock.jump(seconds)
 
     @action
@@ -583,7 +581,6 @@ class World:
         life.words[delta.choice] = life.words.get(delta.choice, "") + delta.text
         if life.params.prompt_logprobs is not None and life.deltas == 1 and delta.token_ids:
             scored = delta.prompt_logprobs
-            assert scored is not None
             assert scored[0] is None
             assert [entry.token_id for entry in scored[1:] if entry] == life.prompt[1:]
         else:

@@ -1,7 +1,5 @@
 """Drives an executor as a scheduler would: sequences in chunks, over blocks placed at random."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -83,7 +81,6 @@ class Driver:
         """Runs the next ``count`` tokens of each sequence, all of them with logits."""
         batch = self.batch(work)
         logits = self.executor.execute(batch).logits
-        assert logits is not None
         row = 0
         for sequence, count in work:
             sequence.logits += [logits[row + i].copy() for i in range(count)]

@@ -1,7 +1,5 @@
 """What a Program means, in float64 and without a cache: the executors are compared with this."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

@@ -1,7 +1,5 @@
 """Same sequence, same bits: alone or in company, whole or in chunks, on any threads and blocks."""
 
-from __future__ import annotations
-
 import ctypes.util
 import platform
 from functools import cache, lru_cache

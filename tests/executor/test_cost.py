@@ -1,14 +1,12 @@
 """The simulated executor: bytes and operations counted singly, and the engine on virtual time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from executor import tiny
@@ -76,7 +74,6 @@ spans = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@settings(deadline=None)
 @given(decodes=st.lists(st.integers(0, 90), max_size=4), chunks=spans)
 def test_a_step_grown_span_by_span_is_the_step(
     family: str, decodes: list[int], chunks: list[tuple[int, int]]
@@ -96,7 +93,6 @@ def test_a_step_grown_span_by_span_is_the_step(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@settings(deadline=None)
 @given(spans=spans)
 def test_attention_is_counted_as_if_query_by_query(
     family: str, spans: list[tuple[int, int]]
@@ -148,7 +144,6 @@ def test_weights_are_read_once_a_step_and_the_last_where_logits_are_wanted() -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3moe"])
-@settings(deadline=None)
 @given(spans=spans, rows=st.integers(0, 3))
 def test_the_ops_add_up_to_the_step(family: str, spans: list[tuple[int, int]], rows: int) -> None:
     costs = executor(family, Rates(1e9, 2e9, int8_ops_per_second=7e9))
@@ -190,7 +185,6 @@ def test_experts_are_counted_as_they_are_hit() -> None:
     compute = program(config)
     costs = CostModel(compute, KvLayout.of(config))
     experts = config.experts
-    assert experts is not None
     every = sum(2 * int(np.prod(shape)) for shape in compute.weights.values())
     assert costs.weight_bytes == every
     matrix = 2 * config.hidden_size * experts.intermediate_size

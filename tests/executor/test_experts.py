@@ -1,9 +1,6 @@
 """Sparse experts in the native executor: against float64, against dense layers, and their reach."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +11,10 @@ from octavo.executor.native import lower
 from octavo.loader.base import Checkpoint, CheckpointError, Weight, WeightFormat
 from octavo.models import families
 from octavo.models.config import Experts, Layer, ModelConfig, Rope
+from paths import TESTS
 
 ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]
-BLOCKS = np.load(Path(__file__).parents[1] / "kernels" / "gguf_blocks.npz")
+BLOCKS = np.load(TESTS / "kernels/gguf_blocks.npz")
 
 SHAPES = {
     "mixtral": tiny.config("mixtral"),

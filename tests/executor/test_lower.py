@@ -1,7 +1,5 @@
 """Lowering: which ops run together, and that no two live values share memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import combinations
 from typing import Any

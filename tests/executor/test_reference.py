@@ -1,7 +1,5 @@
 """The numpy executor against what transformers recorded in float32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +13,9 @@ from octavo.loader.dequantize import dequantize
 from octavo.models import families
 from octavo.models import program as model
 from oracle.tiny_folders import FAMILIES, folder, recorded
+from paths import ORACLE
 
-HERE = Path(__file__).resolve().parent.parent / "oracle"
-GGUF = sorted(path.stem for path in HERE.glob("tiny-*.gguf"))
+GGUF = sorted(path.stem for path in ORACLE.glob("tiny-*.gguf"))
 FOLDERS = sorted(path.name for path in FAMILIES.iterdir() if path.is_dir())
 
 
@@ -28,8 +26,8 @@ def run(checkpoint: Checkpoint, ids: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", GGUF)
 def test_gguf_files_of_every_format(name: str) -> None:
-    with np.load(HERE / f"{name}.npz") as data:
-        got = run(load(HERE / f"{name}.gguf"), data["ids"])
+    with np.load(ORACLE / f"{name}.npz") as data:
+        got = run(load(ORACLE / f"{name}.gguf"), data["ids"])
         assert np.abs(got - data["logits"]).max() < 5e-5
 
 

@@ -1,7 +1,5 @@
 """Several programs on one runtime: what they share, what they leave alone, rows in and out."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import threading
@@ -77,7 +75,6 @@ def head_weights(config: ModelConfig, outputs: int) -> dict[str, Weight]:
 
 def logits(executor: NativeExecutor, program: int, rows: Float32) -> Float32:
     result = executor.execute_rows(program, rows).logits
-    assert result is not None
     return result.copy()
 
 
@@ -124,7 +121,6 @@ def test_the_model_is_the_same_to_the_bit_beside_others(family: str, isa: str) -
     while sequence.left:
         batch = tested.batch([(sequence, min(30, sequence.left))])
         repeated = tested.executor.execute(batch, again).logits
-        assert repeated is not None
         repeated = repeated.copy()
         tested.executor.execute_rows(head, rows)
         tested.step([(sequence, min(30, sequence.left))])
@@ -184,7 +180,6 @@ def test_hidden_rows_are_what_logits_are_made_of(family: str, isa: str, slice: i
         result = tested.executor.execute(batch)
         assert result.logits is not None
         assert np.array_equal(result.logits, expected[wanted][:slice])
-        assert result.hidden is not None
         assert result.hidden.shape == (len(wanted), config.hidden_size)
         hidden = result.hidden.copy()
         for first in range(0, len(wanted), 8):
@@ -248,7 +243,6 @@ def test_a_draft_is_what_its_steps_say_one_by_one(isa: str, slice: int) -> None:
             result = executor.execute_rows(
                 again if expected else first, row, np.array([token], np.int32)
             )
-            assert result.logits is not None
             values = result.logits[0].astype(np.float64)
             chance = 1 / np.exp(values - values.max()).sum()
             assert chances[index, len(expected)] == pytest.approx(chance, rel=1e-4)

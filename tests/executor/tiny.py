@@ -1,7 +1,5 @@
 """Small random models of every shape that the executor must get right."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

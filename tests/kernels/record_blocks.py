@@ -8,8 +8,6 @@ Writes gguf_blocks.npz beside this file: for each format ``NAME_bytes`` uint8 [3
 and ``NAME_values`` float32 [3, 512].
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

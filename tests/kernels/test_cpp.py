@@ -3,18 +3,16 @@
 Built beside the native module and run; once more under the sanitizers (`make sanitize`).
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from octavo.loader.base import WeightFormat
-
-ROOT = Path(__file__).parents[2]
+from paths import ROOT
 
 
 def run(*command: str | Path) -> str:
@@ -27,9 +25,15 @@ def run(*command: str | Path) -> str:
     return result.stdout
 
 
-def build(test: str, folder: str, *options: str) -> Path:
+@cache
+def configured(folder: str, *options: str) -> Path:
     directory = ROOT / "build" / folder
     run("cmake", "-S", ROOT, "-B", directory, "-DOCTAVO_TESTS=ON", *options)
+    return directory
+
+
+def build(test: str, folder: str, *options: str) -> Path:
+    directory = configured(folder, *options)
     run("cmake", "--build", directory, "--target", test)
     return directory / test
 

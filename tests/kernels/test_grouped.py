@@ -1,7 +1,5 @@
 """Grouped integer formats, by way of the kernels of every tier, against numpy."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -42,7 +40,7 @@ def rounded(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     return (np.rint(groups / scale).astype(np.float64) * scale).reshape(x.shape)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(weights(), st.integers(1, 12), st.sampled_from([isa for isa in ISAS if supported(isa)]))
 def test_kernels_equal_numpy(weight: Weight, rows: int, isa: str) -> None:
     """Held weights exactly; products within the rounding of activations and fixed-point scales."""

@@ -4,10 +4,6 @@ kernels/test/linear_test.cpp compares the kernels with scalar references and wit
 (test_cpp.py runs it); here are comparisons with independent readings.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +13,9 @@ from hypothesis import strategies as st
 
 from octavo import _native
 from octavo.loader.base import WeightFormat
+from paths import TESTS
 
-BLOCKS = np.load(Path(__file__).with_name("gguf_blocks.npz"))
+BLOCKS = np.load(TESTS / "kernels/gguf_blocks.npz")
 FORMATS = [format for format in WeightFormat if not format.grouped]  # GGUF's
 FLOATS = {WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16}
 FIXED_POINT = {WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q4_K}  # linear_layout.h
@@ -59,7 +56,7 @@ def multiplies_bf16() -> bool:
     return True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(FORMATS), st.integers(1, 20), st.integers(0, 2**32 - 1))
 def test_linear_equals_numpy(format: WeightFormat, rows: int, seed: int) -> None:
     """x @ w.T in float64, with the weights that gguf reads and activations rounded alike."""

@@ -1,7 +1,5 @@
 """Rounding to nearest in C++: against its definition in numpy."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +48,7 @@ def defined(
     return scales, zeros, np.rint(blocks / scales[one] + zeros[one]).clip(0, levels)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_grouped_formats_are_as_defined(data: st.DataObject) -> None:
     format, source = data.draw(st.sampled_from(list(BITS))), data.draw(st.sampled_from([*SOURCES]))

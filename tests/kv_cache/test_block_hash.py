@@ -1,7 +1,5 @@
 """Names of blocks: equal for equal prefixes, in any process, and for nothing else."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

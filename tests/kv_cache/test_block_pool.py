@@ -1,7 +1,5 @@
 """The pool against a plain model of it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What every KV connector must do, whatever it keeps blocks in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

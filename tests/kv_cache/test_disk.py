@@ -1,7 +1,5 @@
 """The connector on disk: what is written comes back, and nothing else, whatever lies there."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
@@ -22,6 +20,7 @@ from octavo.kv_cache.block_hash import Key, after, root
 from octavo.kv_cache.connectors import disk_index
 from octavo.kv_cache.connectors.base import Bytes
 from octavo.kv_cache.connectors.disk import HEADER_BYTES, Disk
+from paths import TESTS
 from patience import PATIENCE
 
 SIZE = 4096
@@ -282,10 +281,9 @@ def test_three_servers_in_one_folder(tmp_path: Path) -> None:
     """They write the same blocks, read them and evict each other's, at the same time, and what
     they all have written stays within the budget of one.
     """
-    tests = str(Path(__file__).parents[1])
     servers = [
         subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(tmp_path), str(seed), tests],
+            [sys.executable, "-c", SERVE, str(tmp_path), str(seed), str(TESTS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -293,10 +291,8 @@ def test_three_servers_in_one_folder(tmp_path: Path) -> None:
         for seed in range(3)
     ]
     for server in servers:
-        assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
     for server in servers:
-        assert server.stdin is not None
         server.stdin.write("go\n")
         server.stdin.flush()
     most = 0
@@ -441,9 +437,8 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         "print(disk.counters.failed_saves, disk.lookup(name(2)), "
         "content(disk, name(1)) is not None)"
     )
-    tests = str(Path(__file__).parents[1])
     ran = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), tests], capture_output=True, text=True
+        [sys.executable, "-c", code, str(tmp_path), str(TESTS)], capture_output=True, text=True
     )
     assert ran.stdout.split() == ["1", "False", "True"], ran.stderr
     assert len([file for file in tmp_path.rglob("*") if file.is_file()]) == 1
@@ -479,9 +474,8 @@ def test_without_descriptors_nothing_is_read_and_nothing_lost(tmp_path: Path) ->
         "print(none, disk.counters.corrupted_blocks, disk.counters.failed_loads, "
         "content(disk, name(1)) is not None)"
     )
-    tests = str(Path(__file__).parents[1])
     ran = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), tests], capture_output=True, text=True
+        [sys.executable, "-c", code, str(tmp_path), str(TESTS)], capture_output=True, text=True
     )
     assert ran.stdout.split() == ["True", "0", "2", "True"], ran.stderr
 

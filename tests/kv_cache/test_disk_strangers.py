@@ -2,8 +2,6 @@
 waits, nothing is raised, links are not followed, and what is not a block stays.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

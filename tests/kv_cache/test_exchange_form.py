@@ -1,7 +1,5 @@
 """The exchange form of blocks: every number keeps its place, for every number format."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest

@@ -1,7 +1,5 @@
 """The connector in host memory: what is evicted, what stays, and its state after a failure."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

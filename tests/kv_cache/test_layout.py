@@ -1,7 +1,5 @@
 """How layers share the pool: groups of equal length, one block size."""
 
-from __future__ import annotations
-
 import pytest
 
 from octavo.kv_cache.layout import KvDtype, KvLayout

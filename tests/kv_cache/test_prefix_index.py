@@ -1,7 +1,5 @@
 """The prefix index: what counts as a hit, and what remains when blocks are overwritten."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

@@ -1,7 +1,5 @@
 """What a block is expected to take that a step begins by loading."""
 
-from __future__ import annotations
-
 import pytest
 
 from octavo.kv_cache.transfer_cost import _HALF_LIFE, Measured, TransferCost

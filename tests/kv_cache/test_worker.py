@@ -1,7 +1,5 @@
 """The thread that does jobs in order: all of them, at everybody's priority, and in its time."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -2,8 +2,6 @@
 layouts' descriptions; and reads the grouped formats back as plain numbers.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass, replace
@@ -103,11 +101,7 @@ def awq(m: Quantized) -> dict[str, Array]:
         nibbles = numbers.reshape(len(numbers), -1, 8)[:, :, AWQ_ORDER]
         return words(nibbles.reshape(len(numbers), -1), 4)
 
-    return {
-        "qweight": packed(m.q.T),
-        "qzeros": packed(m.zeros.T),
-        "scales": m.scales.T.copy(),
-    }
+    return {"qweight": packed(m.q.T), "qzeros": packed(m.zeros.T), "scales": m.scales.T.copy()}
 
 
 def pack_quantized(

@@ -1,7 +1,5 @@
 """Chat templates: what they are given, and that no template can take the server with it."""
 
-from __future__ import annotations
-
 import gc
 import json
 import threading
@@ -17,9 +15,9 @@ import pytest
 from octavo.loader import chat_template, load, template_worker
 from octavo.loader.base import ChatTemplateError
 from octavo.loader.chat_template import JinjaChatTemplate
+from paths import ORACLE
 from patience import PATIENCE, held_up_until
 
-ORACLE = Path(__file__).parent.parent / "oracle"
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -31,7 +29,6 @@ def render(source: str, messages: list[dict[str, Any]] = USER, **kwargs: Any) ->
 def _in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """No template is slow for the machine's being busy, unless a test says what it may take."""
     defaults = JinjaChatTemplate.__init__.__kwdefaults__
-    assert defaults is not None
     assert defaults["seconds"] == 2.0
     monkeypatch.setitem(defaults, "seconds", PATIENCE)
 
@@ -312,7 +309,6 @@ def test_long_messages_pass() -> None:
 
 def test_smollm2_chats_as_recorded(smollm2_path: Path) -> None:
     template = load(smollm2_path).chat_template
-    assert template is not None
     chats = json.loads((ORACLE / "smollm2.tokenizer.json").read_text())["chats"]
     assert chats
     for chat in chats:

@@ -1,7 +1,5 @@
 """Text in a message never becomes a control token, and nothing else changes by that."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,10 @@ from octavo.loader.hf_folder import HfFolder
 from octavo.loader.hf_tokenizer import hf_tokenizer
 from octavo.loader.template_text import CONTENT, TEMPLATE, UNKNOWN
 from octavo.loader.tokenizer import BpeTokenizer
+from paths import ORACLE
 from patience import PATIENCE
 
-RECORDED = Path(__file__).parent.parent / "oracle" / "tokenizers"
+RECORDED = ORACLE / "tokenizers"
 # For each tokenizer a template in the manner of its family; A, B and C are its control tokens.
 CONTROL = {
     "qwen2": ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),

@@ -1,9 +1,5 @@
 """What bytes mean: the recorded readings of the gguf package, and integers by groups."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,8 +7,9 @@ from hypothesis import strategies as st
 
 from octavo.loader.base import Weight, WeightFormat
 from octavo.loader.dequantize import dequantize, group_scales
+from paths import TESTS
 
-BLOCKS = np.load(Path(__file__).parents[1] / "kernels" / "gguf_blocks.npz")
+BLOCKS = np.load(TESTS / "kernels/gguf_blocks.npz")
 FORMATS = [format for format in WeightFormat if not format.grouped]
 
 
@@ -37,7 +34,6 @@ def test_a_groups_scale_is_the_step_of_its_numbers(format: WeightFormat) -> None
     if format in (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16):
         assert scales is None
         return
-    assert scales is not None
     groups = values.astype(np.float64).reshape(*scales.shape, -1)
     for numbers, scale in zip(groups.reshape(-1, groups.shape[2]), scales.ravel(), strict=True):
         steps = np.diff(np.unique(numbers)) / (scale or 1.0)

@@ -1,7 +1,5 @@
 """Sparse experts in files: every way they are stored, and every way these can be wrong."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +23,7 @@ from loader.gguf_writer import (
     tiny_mixtral,
 )
 from octavo.loader import load
-from octavo.loader.base import Checkpoint, CheckpointError, WeightFormat
+from octavo.loader.base import Checkpoint, WeightFormat
 from octavo.models.config import Experts
 from oracle.tiny_folders import folder
 
@@ -36,7 +34,6 @@ def one_tensor_an_expert(file: Gguf) -> None:
     """As files of early 2024 are."""
     for tensor in [t for t in file.tensors if "_exps" in str(t.name)]:
         file.tensors.remove(tensor)
-        assert tensor.data is not None
         size = len(tensor.data) // COUNT
         for index in range(COUNT):
             name = str(tensor.name).replace("_exps.weight", f".{index}.weight")
@@ -80,7 +77,6 @@ def test_gguf_ways_to_store_them_are_one(
     assert checkpoint.config.experts == Experts(COUNT, 2, 32, renormalize=True)
     assert all(layer.rope.interleaved for layer in checkpoint.config.layers)
     dense = tiny_llama(ffn=32 * COUNT, type=type).tensor("blk.1.ffn_up.weight").data
-    assert dense is not None
     size = len(dense) // COUNT
     for index in range(COUNT):
         weight = checkpoint.weights[f"layers.1.ffn_up_exps.{index}"]
@@ -199,10 +195,7 @@ def test_gguf_contradictions_are_refused_by_name(name: str, tmp_path: Path) -> N
     change, reason = REFUSED[name]
     file = tiny_mixtral()
     change(file)
-    with pytest.raises(CheckpointError) as caught:
-        loaded(file, tmp_path)
-    assert str(tmp_path / "model.gguf") in str(caught.value)
-    assert reason in str(caught.value)
+    assert reason in writer.refused(file.write(tmp_path / "model.gguf"))
 
 
 def stacked(path: Path, family: str) -> None:
@@ -277,11 +270,7 @@ FOLDERS: dict[str, tuple[str, dict[str, object], str]] = {
 @pytest.mark.parametrize("name", FOLDERS)
 def test_folder_contradictions_are_refused_by_name(name: str, tmp_path: Path) -> None:
     family, changes, reason = FOLDERS[name]
-    path = folder(family, tmp_path / "model", changes)
-    with pytest.raises(CheckpointError) as caught:
-        load(path)
-    assert str(path) in str(caught.value)
-    assert reason in str(caught.value)
+    assert reason in writer.refused(folder(family, tmp_path / "model", changes))
 
 
 @pytest.mark.parametrize(
@@ -304,10 +293,9 @@ def test_stacks_of_other_shapes_are_refused(
     weights = load_file(path / "model.safetensors")
     weights[f"model.layers.1.mlp.{tensor}"] = np.zeros(shape, np.float32)
     save_file(weights, path / "model.safetensors")
-    with pytest.raises(CheckpointError) as caught:
-        load(path)
-    assert f"model.layers.1.mlp.{tensor}" in str(caught.value)
-    assert reason in str(caught.value)
+    message = writer.refused(path)
+    assert f"model.layers.1.mlp.{tensor}" in message
+    assert reason in message
 
 
 def wide_folder(path: Path) -> Path:

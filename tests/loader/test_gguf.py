@@ -1,7 +1,5 @@
 """The GGUF reader: what it reads from good files, and that it refuses bad ones by name."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket
@@ -35,7 +33,7 @@ from gguf_writer import (
 
 from octavo.loader import load
 from octavo.loader.base import CheckpointError, WeightFormat
-from octavo.loader.gguf import GgufFile, StringArray
+from octavo.loader.gguf import GgufFile
 
 
 def small() -> Gguf:
@@ -80,10 +78,8 @@ def test_reads_metadata_and_tensors(path: Path, version: int) -> None:
     assert read.get("on", bool) is True
     assert read.get("absent", int, 3) == 3
     reals = read.numbers("reals")
-    assert reals is not None
     assert reals.tolist() == [0.5, -1.0]
     words = read.strings("words")
-    assert isinstance(words, StringArray)
     assert words.text() == ["a", "", "ß"]
     matrix = read.weight("m")
     assert (matrix.format, matrix.shape) == (WeightFormat.Q8_0, (3, 32))
@@ -250,10 +246,7 @@ BAD: dict[str, tuple[bytes, str]] = {
         changed(lambda f: f.tensors.append(Tensor("o", (8,), offset=64))),
         "'o' overlaps tensor 'm'",
     ),
-    "same place": (
-        changed(lambda f: f.tensors.append(Tensor("o", (8,), offset=0))),
-        "overlaps",
-    ),
+    "same place": (changed(lambda f: f.tensors.append(Tensor("o", (8,), offset=0))), "overlaps"),
     "unaligned offset": (
         changed(lambda f: f.tensors.append(Tensor("o", (1,), offset=1000 * 32 + 4))),
         "offset",
@@ -347,13 +340,8 @@ def survive(tmp_path: Path, count: int, seed: int) -> None:
     assert count // 50 < loaded < count  # the mutations reach beyond the first check, and do harm
 
 
-@pytest.mark.timeout(120)
-def test_mutated_files(tmp_path: Path) -> None:
-    survive(tmp_path, 2000, seed=1)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(10))
-def test_many_mutated_files(tmp_path: Path, seed: int) -> None:
-    survive(tmp_path, 10_000, seed=100 + seed)
+@pytest.mark.parametrize(
+    ("count", "seed"), [(2000, 1), pytest.param(100_000, 100, marks=pytest.mark.long)]
+)
+def test_mutated_files(tmp_path: Path, count: int, seed: int) -> None:
+    survive(tmp_path, count, seed)

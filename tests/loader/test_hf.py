@@ -1,7 +1,5 @@
 """Hugging Face folders: tensors bound to roles, configs read or refused, contradictions named."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from loader.quantized_writer import refused
 from octavo.loader import load
 from octavo.loader.base import Checkpoint, CheckpointError, WeightFormat
 from octavo.models.config import Activation, DynamicNtk, LongRope
@@ -50,13 +49,6 @@ def change_config(path: Path, change: Callable[[dict[str, Any]], object]) -> Non
     config = json.loads((path / "config.json").read_text())
     change(config)
     (path / "config.json").write_text(json.dumps(config))
-
-
-def refused(path: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        load(path)
-    assert str(caught.value).startswith(str(path))
-    return str(caught.value)
 
 
 # ── Weights ─────────────────────────────────────────────────────────────────────────────────────
@@ -519,13 +511,9 @@ def mutate(count: int, path: Path) -> None:
     assert 0 < loaded < count
 
 
-def test_mutated_files(tmp_path: Path) -> None:
-    mutate(600, tmp_path)
-
-
-@pytest.mark.long
-def test_many_mutated_files(tmp_path: Path) -> None:
-    mutate(100_000, tmp_path)
+@pytest.mark.parametrize("count", [600, pytest.param(100_000, marks=pytest.mark.long)])
+def test_mutated_files(count: int, tmp_path: Path) -> None:
+    mutate(count, tmp_path)
 
 
 def test_without_any_word_of_a_stop_token_the_class_decides(tmp_path: Path) -> None:

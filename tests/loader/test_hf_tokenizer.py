@@ -1,7 +1,5 @@
 """Tokenizers of Hugging Face folders: equal to transformers' own, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -17,8 +15,9 @@ from octavo.loader.hf_folder import HfFolder
 from octavo.loader.hf_tokenizer import hf_tokenizer
 from octavo.loader.tokenizer import BpeTokenizer
 from oracle import odd_folders
+from paths import ORACLE
 
-RECORDED = Path(__file__).parent.parent / "oracle" / "tokenizers"
+RECORDED = ORACLE / "tokenizers"
 KINDS = sorted(path.name for path in RECORDED.iterdir())
 
 
@@ -57,7 +56,6 @@ def test_the_chat_template_is_the_folders(kind: str, tmp_path: Path) -> None:
     if chat["text"] is None:
         assert template is None
     else:
-        assert template is not None
         assert template.render(chat["messages"]) == chat["text"]
 
 
@@ -175,10 +173,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         ),
         "post_processor 'BertProcessing' is not supported",
     ),
-    "arrays for objects": (
-        lambda v: v.update(decoder=["x"]),
-        'decoder ["x"] is not supported',
-    ),
+    "arrays for objects": (lambda v: v.update(decoder=["x"]), 'decoder ["x"] is not supported'),
     "second text": (
         lambda v: v.update(post_processor=framed(SECOND)),
         "post_processor has a second text in its template for one",
@@ -236,7 +231,6 @@ def test_the_default_of_several_templates(tmp_path: Path) -> None:
     several = [{"name": "rag", "template": "r"}, {"name": "tool_use", "template": "t"}]
     config.write_text(json.dumps({"chat_template": several}))
     template = _chat_template(HfFolder(path), {})
-    assert template is not None
     with pytest.raises(
         ChatTemplateError, match=r"several chat templates \(rag, tool_use\) and none"
     ):

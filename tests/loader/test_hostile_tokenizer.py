@@ -1,7 +1,5 @@
 """A tokenizer.json costs those who use it bounded time and memory, and never the process."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -20,9 +18,10 @@ from octavo.loader.hf_tokenizer import hf_tokenizer
 from octavo.loader.pipeline_cost import unbounded
 from octavo.loader.pre_tokenizers import CUTS
 from octavo.loader.tokenizer import BpeTokenizer, EncoderApart
+from paths import ORACLE
 from patience import PATIENCE
 
-RECORDED = Path(__file__).parent.parent / "oracle" / "tokenizers"
+RECORDED = ORACLE / "tokenizers"
 Change = Callable[[dict[str, Any]], object]
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
@@ -68,7 +67,6 @@ HOSTILE: dict[str, tuple[Change, str]] = {
 def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gigabytes are not waited for, and nothing is slow for the machine's being busy."""
     defaults = EncoderApart.__init__.__kwdefaults__
-    assert defaults is not None
     assert defaults["seconds"] == 5.0
     monkeypatch.setitem(defaults, "seconds", PATIENCE)
     monkeypatch.setitem(defaults, "memory", 256 << 20)

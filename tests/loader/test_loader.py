@@ -1,7 +1,5 @@
 """Whole checkpoints: tensors bound to roles, on tiny files and on the real models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +25,6 @@ def test_weights_by_role(tmp_path: Path) -> None:
     assert (weight.name, weight.format) == ("blk.1.ffn_down.weight", WeightFormat.Q8_0)
     assert weight.data.tobytes() == file.tensor("blk.1.ffn_down.weight").data
     assert checkpoint.weights["layers.0.attn_v.bias"].name == "blk.0.attn_v.bias"
-    assert checkpoint.chat_template is not None
     assert checkpoint.chat_template.render([{"role": "user", "content": "hi"}]) == "hi"
     checkpoint.release()
     assert weight.data.tobytes() == file.tensor("blk.1.ffn_down.weight").data

@@ -1,7 +1,5 @@
 """Metadata to `ModelConfig`: what each key means, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import sqrt
 from pathlib import Path
@@ -263,10 +261,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda f: f.set("llama.rope.dimension_count", UINT32, 10),
         "is 10, which does not fit heads of 8",
     ),
-    "rope base": (
-        lambda f: f.set("llama.rope.freq_base", FLOAT32, float("inf")),
-        "rope theta inf",
-    ),
+    "rope base": (lambda f: f.set("llama.rope.freq_base", FLOAT32, float("inf")), "rope theta inf"),
     "rope factors": (
         lambda f: f.tensors.append(Tensor("rope_freqs.weight", (5,), F32)),
         "'rope_freqs.weight' is F32 [5], not F32 [4]",

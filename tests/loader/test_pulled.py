@@ -1,7 +1,5 @@
 """The models in the cache: what they are called, listed, and removed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,7 @@ from octavo.loader.pull import KNOWN, PullError, known, resolve, servable
 from octavo.loader.pulled import find, pulled, remove
 from octavo.tools.plan.presets import PRESETS
 from octavo.tools.plan.subject import Subject
-
-TINY = Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf"
+from paths import TINY
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Quantized folders: every number, scale and zero of every layout."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -207,7 +205,6 @@ def test_gptq_modules_may_differ(tmp_path: Path) -> None:
     matrices = rewrite(path, change, gptq_config(4, 32, dynamic=rules))
     checkpoint = load(path)
     assert_same(checkpoint, matrices)
-    assert checkpoint.quantization is not None
     assert checkpoint.quantization.bits == (4, 8)
     assert checkpoint.quantization.group_sizes == (-1, 32)
     assert checkpoint.weights["layers.1.attn_v"].format is WeightFormat.F32
@@ -353,7 +350,6 @@ def test_int_quantized(group: int, symmetric: bool, tmp_path: Path) -> None:
     matrices = quantize_all(path, config, make)
     checkpoint = load(path)
     assert_same(checkpoint, matrices)
-    assert checkpoint.quantization is not None
     assert checkpoint.quantization.activations == "int8, quantized when they are used"
 
 
@@ -398,7 +394,6 @@ def test_compressed_tensors_groups_differ(tmp_path: Path) -> None:
     matrices = quantize_all(path, config, make)
     checkpoint = load(path)
     assert_same(checkpoint, matrices)
-    assert checkpoint.quantization is not None
     assert checkpoint.quantization.layout == "int-quantized, pack-quantized"
     assert checkpoint.quantization.bits == (4, 8)
 

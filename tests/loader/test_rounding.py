@@ -1,7 +1,5 @@
 """Float checkpoints rounded while they are loaded."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Safetensors files: read as the format's own library writes them, and hostile ones refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -161,10 +159,6 @@ def mutations(count: int, path: Path) -> None:
     assert 0 < read < count
 
 
-def test_mutated_headers(tmp_path: Path) -> None:
-    mutations(1000, tmp_path / "m.safetensors")
-
-
-@pytest.mark.long
-def test_many_mutated_headers(tmp_path: Path) -> None:
-    mutations(100_000, tmp_path / "m.safetensors")
+@pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_mutated_headers(count: int, tmp_path: Path) -> None:
+    mutations(count, tmp_path / "m.safetensors")

@@ -1,7 +1,5 @@
 """The families' Programs: every value defined before it is read, every shape consistent."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -110,7 +108,6 @@ def check(compute: Program) -> None:
                 assert (widths[op.logits], widths[op.out]) == sizes
                 route = op
             case ExpertLinear():
-                assert route is not None
                 assert (op.route, op.experts) == (route.out, route.experts)
                 down = op.weight.endswith("down_exps")
                 inner, hidden = op.experts.intermediate_size, config.hidden_size
@@ -118,7 +115,6 @@ def check(compute: Program) -> None:
                 assert widths[op.out] == (hidden if down else inner) * op.experts.chosen
                 assert used[op.weights[-1]] == ((hidden, inner) if down else (inner, hidden))
             case Combine():
-                assert route is not None
                 assert (op.route, op.experts) == (route.out, route.experts)
                 assert widths[op.x] == widths[op.out] * op.experts.chosen
             case Add():

@@ -1,7 +1,5 @@
 """Programs of some layers: theirs and nothing else, in the places that they had."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

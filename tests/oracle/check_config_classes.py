@@ -11,8 +11,6 @@ types that it takes, and their base. A type that no family states is printed who
 write down for a new one. A key that is computed by a rule of its own needs that written first.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -15,8 +15,6 @@ With ``--left-out`` each key of a full config of each family is left out in turn
 `configs.json.gz` and `configs.npz`, for tests/oracle/test_configs.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gzip

@@ -3,8 +3,6 @@
 Keys are present, missing, null, in old and new spellings, and rotary settings in both at once.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping

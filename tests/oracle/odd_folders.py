@@ -5,8 +5,6 @@ change, with flags, classes and names at random. Used by ``record_odd_folders.py
 what transformers makes of them, and by the tests and benchmarks/tokenizer_check.py, which compare.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -10,8 +10,6 @@ written to GGUF by this file with llama.cpp's conversion conventions. See README
 each output holds.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -324,8 +322,15 @@ def llama3_factors(dim: int) -> Float32:
     return np.array(factors, np.float32)
 
 
+ROLES = (
+    *("token_embd", "attn_q", "attn_k", "attn_v", "attn_output"),
+    *("ffn_gate", "ffn_up", "ffn_down", "output"),
+)
+
+
 def tiny_models() -> dict[str, Tiny]:
     def llama(**kw: Any) -> Any:
+        kw = {"num_hidden_layers": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": False} | kw
         kw.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         return transformers.LlamaConfig(
             vocab_size=BYTE_VOCAB, bos_token_id=1, eos_token_id=2, max_position_embeddings=256, **kw
@@ -352,50 +357,24 @@ def tiny_models() -> dict[str, Tiny]:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(8.0)
 
-    k_quants = {
-        "token_embd": Q.Q8_0,
-        "attn_q": Q.Q4_K,
-        "attn_k": Q.Q5_K,
-        "attn_v": Q.Q6_K,
-        "attn_output": Q.BF16,
-        "ffn_gate": Q.Q4_K,
-        "ffn_up": Q.Q5_K,
-        "ffn_down": Q.Q6_K,
-    }
-    small = {
-        "token_embd": Q.IQ4_NL,
-        "attn_q": Q.Q3_K,
-        "attn_k": Q.IQ4_XS,
-        "attn_v": Q.Q2_K,
-        "attn_output": Q.MXFP4,
-        "ffn_gate": Q.IQ4_NL,
-        "ffn_up": Q.Q3_K,
-        "ffn_down": Q.Q2_K,
-        "output": Q.MXFP4,
-    }
-    legacy = {
-        "token_embd": Q.F16,
-        "attn_q": Q.Q4_0,
-        "attn_k": Q.Q4_1,
-        "attn_v": Q.Q5_0,
-        "attn_output": Q.Q5_1,
-        "ffn_gate": Q.Q5_1,
-        "ffn_up": Q.Q4_0,
-        "ffn_down": Q.Q4_1,
-        "output": Q.Q5_0,
-    }
+    def formats(*kinds: Q) -> dict[str, Q]:
+        """Formats of the weights, in the order of `ROLES`; without one the head is tied."""
+        return dict(zip(ROLES, kinds, strict=False))
+
+    k_quants = formats(Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.BF16, Q.Q4_K, Q.Q5_K, Q.Q6_K)
+    small = formats(Q.IQ4_NL, Q.Q3_K, Q.IQ4_XS, Q.Q2_K, Q.MXFP4, Q.IQ4_NL, Q.Q3_K, Q.Q2_K, Q.MXFP4)
+    legacy = formats(Q.F16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q5_1, Q.Q4_0, Q.Q4_1, Q.Q5_0)
+    wide = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 16}
+    wide |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     return {
         "tiny-llama": Tiny(
             "llama",
             llama(
                 hidden_size=48,
                 intermediate_size=80,
-                num_hidden_layers=2,
                 num_attention_heads=6,
                 num_key_value_heads=2,
                 head_dim=16,
-                rms_norm_eps=1e-5,
-                tie_word_embeddings=False,
                 rope_parameters=LLAMA3_ROPE,
             ),
             seed=1,
@@ -407,7 +386,6 @@ def tiny_models() -> dict[str, Tiny]:
             llama(
                 hidden_size=36,
                 intermediate_size=44,
-                num_hidden_layers=2,
                 num_attention_heads=9,
                 num_key_value_heads=1,
                 head_dim=4,
@@ -423,12 +401,9 @@ def tiny_models() -> dict[str, Tiny]:
             llama(
                 hidden_size=96,
                 intermediate_size=160,
-                num_hidden_layers=2,
                 num_attention_heads=3,
                 num_key_value_heads=3,
                 head_dim=32,
-                rms_norm_eps=1e-5,
-                tie_word_embeddings=False,
             ),
             seed=3,
             tokens=40,
@@ -437,16 +412,7 @@ def tiny_models() -> dict[str, Tiny]:
         ),
         "tiny-llama-k": Tiny(
             "llama",
-            llama(
-                hidden_size=256,
-                intermediate_size=256,
-                num_hidden_layers=1,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=16,
-                rms_norm_eps=1e-5,
-                tie_word_embeddings=True,
-            ),
+            llama(**wide, tie_word_embeddings=True),
             seed=4,
             tokens=40,
             formats=k_quants,
@@ -454,16 +420,7 @@ def tiny_models() -> dict[str, Tiny]:
         ),
         "tiny-llama-small": Tiny(
             "llama",
-            llama(
-                hidden_size=256,
-                intermediate_size=256,
-                num_hidden_layers=1,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=16,
-                rms_norm_eps=1e-5,
-                tie_word_embeddings=False,
-            ),
+            llama(**wide),
             seed=7,
             tokens=40,
             formats=small,

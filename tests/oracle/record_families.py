@@ -15,8 +15,6 @@ the header is kept, and which tensor of the folder, permuted or shifted how, eac
 is: tests rebuild the file from that. See README.md here for what each output holds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -203,7 +201,7 @@ def models() -> dict[str, Tiny]:
             transformers.Qwen3MoeConfig(**sparse, num_experts_per_tok=3, norm_topk_prob=True),
             {
                 # Under the key that files of before transformers 5 have it in.
-                "shares": Variant({"norm_topk_prob": False, "num_experts": 6}),
+                "shares": Variant({"norm_topk_prob": False, "num_experts": 6})
             },
         ),
         "qwen3moe-dense": Tiny(

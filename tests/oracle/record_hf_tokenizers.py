@@ -9,8 +9,6 @@ after, and goes to tokenizers/NAME with cases.json: strings, their ids with spec
 the ids decode to. See README.md here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -8,8 +8,6 @@ FILE (odd_folders.json here) holds, for each seed of odd_folders.py, the ids of 
 they decode to with and without special tokens, or why AutoTokenizer refuses the folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

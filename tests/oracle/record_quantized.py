@@ -11,8 +11,6 @@ in record_families.py, and in ``meta`` a CRC-32 of every matrix, dequantized in 
 package's own code. See README.md here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -20,6 +18,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -319,107 +318,83 @@ A8 = {"num_bits": 8, "strategy": "token", "type": "int", "symmetric": True, "dyn
 LINEAR = {"targets": ["Linear"]}
 LLAMA, QWEN2 = transformers.LlamaConfig, transformers.Qwen2Config
 
+BF16, F16 = torch.bfloat16, torch.float16
+BY_32 = {"bits": 4, "group_size": 32}
+DYNAMIC = {r"+:.*\.gate_proj": BY_32, r"-:.*\.o_proj": {}}
+MIXED = {
+    "attention": {
+        "targets": ["re:.*self_attn"],
+        "weights": W8 | {"symmetric": False, "group_size": -1},
+    },
+    "mlp": {"targets": ["re:.*mlp"], "weights": W4 | {"num_bits": 3}},
+}
+
+
+def one(**group: Any) -> dict[str, Any]:
+    """A single group of all linear modules."""
+    return {"group_0": LINEAR | group}
+
+
 MODELS: dict[str, tuple[Any, torch.dtype, Callable[[Path, Path], Matrices]]] = {
     # GPTQModel: activation order; one less in whole words; three bits; a column of all inputs.
-    "gptqmodel-order": (
-        LLAMA(**SIZES),
-        torch.bfloat16,
-        lambda s, t: gptqmodel(s, t, bits=4, group_size=32, desc_act=True, sym=True),
-    ),
+    "gptqmodel-order": (LLAMA(**SIZES), BF16, partial(gptqmodel, **BY_32, desc_act=True, sym=True)),
     "gptqmodel-asymmetric": (
         LLAMA(**SIZES),
-        torch.float16,
-        lambda s, t: gptqmodel(s, t, bits=4, group_size=32, desc_act=False, sym=False),
+        F16,
+        partial(gptqmodel, **BY_32, desc_act=False, sym=False),
     ),
     "gptqmodel-v2-3bit-order": (
         LLAMA(**SIZES),
-        torch.float16,
-        lambda s, t: gptqmodel(
-            s, t, bits=3, group_size=32, desc_act=True, sym=False, format="gptq_v2"
-        ),
+        F16,
+        partial(gptqmodel, **BY_32 | {"bits": 3}, desc_act=True, sym=False, format="gptq_v2"),
     ),
     "gptqmodel-dynamic": (
         QWEN2(**SIZES),
-        torch.float16,
-        lambda s, t: gptqmodel(
-            s,
-            t,
+        F16,
+        partial(
+            gptqmodel,
             bits=8,
             group_size=-1,
             desc_act=False,
             sym=True,
             lm_head=True,
             act_group_aware=False,
-            dynamic={
-                r"+:.*\.gate_proj": {"bits": 4, "group_size": 32},
-                r"-:.*\.o_proj": {},
-            },
+            dynamic=DYNAMIC,
         ),
     ),
     "gptqmodel-awq": (
         LLAMA(**SIZES | {"intermediate_size": 128, "num_key_value_heads": 2}),
-        torch.float16,
-        lambda s, t: gptqmodel(s, t, bits=4, group_size=32, method="awq", format="gemm", sym=False),
+        F16,
+        partial(gptqmodel, **BY_32, method="awq", format="gemm", sym=False),
     ),
-    "autogptq-3bit": (
-        LLAMA(**SIZES),
-        torch.float16,
-        lambda s, t: autogptq(s, t, bits=3, group=32),
-    ),
-    "autoawq": (QWEN2(**SIZES), torch.float16, lambda s, t: autoawq(s, t, group=32)),
+    "autogptq-3bit": (LLAMA(**SIZES), F16, partial(autogptq, bits=3, group=32)),
+    "autoawq": (QWEN2(**SIZES), F16, partial(autoawq, group=32)),
     "llmcompressor-w4a16": (
         LLAMA(**SIZES),
-        torch.bfloat16,
-        lambda s, t: llmcompressor(
-            s,
-            t,
-            {"group_0": {"targets": ["Linear"], "weights": W4 | {"actorder": "weight"}}},
-            "gptq",
-        ),
+        BF16,
+        partial(llmcompressor, groups=one(weights=W4 | {"actorder": "weight"}), method="gptq"),
     ),
     "llmcompressor-w4a16-asymmetric": (
         QWEN2(**SIZES),
-        torch.bfloat16,
-        lambda s, t: llmcompressor(
-            s, t, {"group_0": LINEAR | {"weights": W4 | {"symmetric": False}}}, "rtn"
-        ),
+        BF16,
+        partial(llmcompressor, groups=one(weights=W4 | {"symmetric": False}), method="rtn"),
     ),
     "llmcompressor-w8a8": (
         LLAMA(**SIZES),
-        torch.bfloat16,
-        lambda s, t: llmcompressor(
-            s,
-            t,
-            {"group_0": {"targets": ["Linear"], "weights": W8, "input_activations": A8}},
-            "rtn",
-        ),
+        BF16,
+        partial(llmcompressor, groups=one(weights=W8, input_activations=A8), method="rtn"),
     ),
     "llmcompressor-mixed": (
         LLAMA(**SIZES),
-        torch.bfloat16,
-        lambda s, t: llmcompressor(
-            s,
-            t,
-            {
-                "attention": {
-                    "targets": ["re:.*self_attn"],
-                    "weights": W8 | {"symmetric": False, "group_size": -1},
-                },
-                "mlp": {"targets": ["re:.*mlp"], "weights": W4 | {"num_bits": 3}},
-            },
-            "rtn",
-        ),
+        BF16,
+        partial(llmcompressor, groups=MIXED, method="rtn"),
     ),
-    "compressed-tensors-order": (LLAMA(**SIZES), torch.bfloat16, ordered),
-    "autoround": (
-        LLAMA(**SIZES),
-        torch.float16,
-        lambda s, t: autoround(s, t, "auto_round", bits=4, group_size=32, sym=False),
-    ),
+    "compressed-tensors-order": (LLAMA(**SIZES), BF16, ordered),
+    "autoround": (LLAMA(**SIZES), F16, partial(autoround, layout="auto_round", **BY_32, sym=False)),
     "autoround-gptq": (
         LLAMA(**SIZES),
-        torch.float16,
-        lambda s, t: autoround(s, t, "auto_gptq", bits=4, group_size=32, sym=False),
+        F16,
+        partial(autoround, layout="auto_gptq", **BY_32, sym=False),
     ),
 }
 # With outputs of positive weights, whose zero is 0: one less of it borrows.

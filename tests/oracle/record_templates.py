@@ -11,8 +11,6 @@ nothing is given, filters, globals, blocks, scopes, what is null.
 
 # ruff: noqa: E501 - templates are as long as they are
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

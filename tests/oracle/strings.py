@@ -4,8 +4,6 @@ Used by ``record.py`` (a few hundred, recorded with their ids) and by
 ``benchmarks/tokenizer_check.py`` (ten thousand and more, compared live).
 """
 
-from __future__ import annotations
-
 import random
 import unicodedata
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 compare_configs.py recorded them, and compares many more where transformers is.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -19,16 +17,16 @@ from octavo.loader.dequantize import dequantize
 from octavo.models.families import program
 from octavo.models.hf_type import TRANSFORMERS
 from oracle.drawn_configs import MODEL_TYPES, ids_of, make_weights, write_folder
+from paths import ORACLE
 
-HERE = Path(__file__).parent
-RECORDED: dict[str, Any] = json.loads(gzip.decompress((HERE / "configs.json.gz").read_bytes()))
+RECORDED: dict[str, Any] = json.loads(gzip.decompress((ORACLE / "configs.json.gz").read_bytes()))
 CASES: list[dict[str, Any]] = RECORDED["cases"]
 LIMIT = 1e-3  # of the logits' standard deviation; transformers sums in another order
 
 
 @pytest.fixture(scope="module")
 def logits() -> dict[str, np.ndarray]:
-    with np.load(HERE / "configs.npz") as data:
+    with np.load(ORACLE / "configs.npz") as data:
         return dict(data)
 
 

@@ -7,8 +7,6 @@ are the same numbers to both; a tier that multiplies them with bfloat16 units ro
 eight bits of mantissa as well (one part in 512), as every engine on those units does.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,8 +71,7 @@ def test_bfloat16(name: str, isa: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "label"),
-    [(name, label) for name in NAMES for label in recorded(name)[0]["variants"]],
+    ("name", "label"), [(name, label) for name in NAMES for label in recorded(name)[0]["variants"]]
 )
 def test_variants(name: str, label: str, tmp_path: Path) -> None:
     """Other rotary scalings, windows and ways to write a config, on the same weights."""

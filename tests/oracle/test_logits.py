@@ -1,7 +1,5 @@
 """Octavo's logits against transformers' in float32, recorded (README.md here, record.py)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +14,8 @@ from octavo.executor.base import Batch
 from octavo.executor.native.executor import NativeExecutor
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.models import families
+from paths import ORACLE
 
-HERE = Path(__file__).parent
 Float = npt.NDArray[np.floating[Any]]
 Int32 = npt.NDArray[np.int32]
 
@@ -104,8 +102,8 @@ def log_softmax(logits: Float) -> Float:
 
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_models_have_the_recorded_logits(name: str) -> None:
-    with np.load(HERE / f"{name}.npz") as data:
-        runner = Runner(HERE / f"{name}.gguf", tokens=64, chunk=17, kv_dtype="fp16")
+    with np.load(ORACLE / f"{name}.npz") as data:
+        runner = Runner(ORACLE / f"{name}.gguf", tokens=64, chunk=17, kv_dtype="fp16")
         difference = np.abs(runner.extend(data["ids"], 0) - data["logits"])
         mean, most = TINY[name]
         assert difference.mean() < mean
@@ -125,7 +123,7 @@ def real(request: pytest.FixtureRequest) -> Iterator[tuple[str, Runner]]:
 def test_real_models_are_as_sure_of_the_next_token(real: tuple[str, Runner]) -> None:
     name, runner = real
     divergence, agreement = [], []
-    with np.load(HERE / f"{name}.npz") as data:
+    with np.load(ORACLE / f"{name}.npz") as data:
         for text in TEXTS:
             rows, top = data[f"{text}_rows"], data[f"{text}_top_ids"]
             logits = runner.extend(data[f"{text}_ids"], 0)[rows]
@@ -140,7 +138,7 @@ def test_real_models_are_as_sure_of_the_next_token(real: tuple[str, Runner]) -> 
 
 def test_real_models_continue_as_recorded(real: tuple[str, Runner]) -> None:
     name, runner = real
-    with np.load(HERE / f"{name}.npz") as data:
+    with np.load(ORACLE / f"{name}.npz") as data:
         for index in range(len(json.loads(str(data["meta"]))["prompts"])):
             key = f"prompt{index}"
             assert_greedy(runner, data[f"{key}_ids"], data[f"{key}_greedy"], data[f"{key}_margins"])

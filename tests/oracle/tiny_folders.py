@@ -1,7 +1,5 @@
 """The recorded tiny models (families/) as the folders and files that Octavo loads."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -12,8 +10,9 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from oracle.tiny_tokenizer import write_tokenizer
+from paths import ORACLE
 
-FAMILIES = Path(__file__).parent / "families"
+FAMILIES = ORACLE / "families"
 QUANTIZED = sorted(path.name for path in (FAMILIES.parent / "quantized").iterdir())
 
 

@@ -1,7 +1,5 @@
 """A tokenizer of single characters, for folders of tiny models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models

@@ -1,7 +1,5 @@
 """Sampling as its definition reads, in numpy and double precision: slow and plain."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace

@@ -4,8 +4,6 @@ Twenty thousand chains of three positions, each with two guesses, are compared b
 the exact distributions, given what came before; wrong rules must fail the same test.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -223,7 +221,7 @@ def state_of(
     return state
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(drawn=rows_and_states())
 def test_probabilities_are_those_of_the_reference(drawn: Any) -> None:
     sampler, logits, params, prompt, stops, generated = drawn
@@ -262,7 +260,7 @@ def drafters_row(kind: str, p: Float32, rng: np.random.Generator) -> Float32 | N
     }[kind]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(
     drawn=rows_and_states(),
     kind=st.sampled_from(["certain", "same", "near", "other", "zeros", "twice", "hostile"]),
@@ -330,9 +328,7 @@ def test_the_noise_is_not_that_of_plain_draws() -> None:
 
 
 def native_state(seed: int) -> _native.SamplerState:
-    state = NativeSampler(10).new_state(SamplingParams(seed=seed), [], ())
-    assert isinstance(state, _native.SamplerState)
-    return state
+    return NativeSampler(10).new_state(SamplingParams(seed=seed), [], ())
 
 
 def test_entries_end_with_the_first_that_is_not_the_guess() -> None:
@@ -358,7 +354,6 @@ def test_entries_end_with_the_first_that_is_not_the_guess() -> None:
         if tokens[at] < 0:
             assert entry is None
         else:
-            assert entry is not None
             assert (entry.token_id, entry.rank) == (tokens[at], 1)
             expected = reference.log_softmax(logits[row])[tokens[at]]
             assert entry.logprob == pytest.approx(expected, abs=2e-6)

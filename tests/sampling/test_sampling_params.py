@@ -1,7 +1,5 @@
 """What `SamplingParams.validated` refuses, by name, and what it lets through unchanged."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields
 from typing import Any

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from collections import Counter
 
@@ -9,7 +7,7 @@ from octavo.sampling.params import SamplingParams
 from octavo.sampling.sampler import Sampler, SamplerState
 from octavo.sampling.scripted import ScriptedSampler
 
-SAMPLER: Sampler = ScriptedSampler(50)
+SAMPLER = ScriptedSampler(50)
 
 
 def tokens(sampler: Sampler, state: SamplerState, count: int) -> list[int]:
@@ -55,7 +53,6 @@ def test_logprobs_are_uniform_and_only_for_who_asks() -> None:
     silent = SAMPLER.new_state(SamplingParams(seed=1), [1], ())
     assert SAMPLER.sample(None, [0], [silent]).logprobs is None
     logprobs = SAMPLER.sample(None, [0, 1], [asking, silent]).logprobs
-    assert logprobs is not None
     assert logprobs[1] is None
     assert logprobs[0] is not None
     assert logprobs[0].logprob == -math.log(50)
@@ -83,7 +80,6 @@ def test_verification_is_certain_of_the_script() -> None:
     drawn, logprobs, errors = SAMPLER.verify(None, range(8), states, guesses, [None] * 8)
     assert drawn == [*script, *script[:2], -1, -1]
     assert errors == {}
-    assert logprobs is not None
     assert [entry is None for entry in logprobs] == [token < 0 for token in drawn]
     assert (first.num_generated, second.num_generated) == (4, 2)
 
@@ -96,3 +92,15 @@ def test_what_is_coming_is_what_comes() -> None:
     assert coming == drawn
     assert 7 in drawn[3:]
     assert 7 not in drawn[:3]
+
+
+def test_drawing_ahead_is_drawing() -> None:
+    for stops in ((), (7,)):
+        ahead, apart = (
+            [SAMPLER.new_state(SamplingParams(seed=seed), [1], stops) for seed in range(3)]
+            for _ in "ab"
+        )
+        for _ in range(2):
+            drawn = SAMPLER.sample_ahead(ahead, 40)
+            assert drawn.tolist() == [tokens(SAMPLER, state, 40) for state in apart]
+        assert [state.num_generated for state in ahead] == [80] * 3

@@ -1,7 +1,5 @@
 """Who goes first under each policy, who gives way, and that everybody comes to the end."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace
@@ -20,7 +18,6 @@ from octavo.sampling.params import InvalidParameter
 from octavo.scheduler.policies import fair
 from octavo.scheduler.policies.base import Policy, Setting
 from octavo.scheduler.policies.config import POLICIES, PolicyConfig
-from octavo.scheduler.policies.fair import Fair
 from octavo.scheduler.request import (
     FinishReason,
     LatencyTarget,
@@ -294,7 +291,6 @@ def test_who_is_ahead_of_its_deadlines_lends_its_place() -> None:
     due = engine.add_request(request("due", [2] * 8, max_tokens=5, seed=2, target=target))
     run(engine)
     assert (slow.preemptions, due.preemptions) == (1, 0)
-    assert slow.target is not None
     assert slow.target.met_by(slow)
     assert target.met_by(due)
 
@@ -338,7 +334,6 @@ def test_who_is_not_ahead_keeps_its_place() -> None:
     second = engine.add_request(request("due", [2] * 8, max_tokens=5, target=LatencyTarget(0.2)))
     run(engine)
     assert first.preemptions == 0
-    assert second.target is not None
     assert second.target.met_by(second)
 
 
@@ -367,7 +362,6 @@ def test_who_waits_too_long_is_shed_and_its_record_says_so(policy: str) -> None:
     assert first.outcome is Outcome.FINISHED, "who runs is not shed, however long it takes"
     assert second.outcome is Outcome.REJECTED
     assert second.finish_reasons == [FinishReason.SHED]
-    assert second.error is not None
     assert second.error.startswith("shed: it stood in the queue for 0.05")
     assert second.scheduled is None
     assert second.finished == pytest.approx(0.052, abs=0.0015)
@@ -399,7 +393,6 @@ def test_late_work_is_shed_as_soon_as_it_is_known_to_be_late(policy: str) -> Non
     added = engine.clock.now()
     run(engine)
     assert late.outcome is Outcome.REJECTED
-    assert late.error is not None
     assert "160 tokens are still to be computed" in late.error
     assert late.finished is not None
     assert 0.018 < late.finished - added < 0.024
@@ -470,7 +463,6 @@ def test_weights_are_shares() -> None:
     for _ in range(150):
         engine.step()
     policy = engine.scheduler.policy
-    assert isinstance(policy, Fair)
     assert policy.served("one") == pytest.approx(policy.served("three"), rel=0.15)
     ended = [
         name for name in ("one", "three") for i in range(100) if f"{name}{i}" not in engine.requests
@@ -481,7 +473,6 @@ def test_weights_are_shares() -> None:
 def test_nobody_saves_up_while_away() -> None:
     engine = made("fair", max_num_seqs=2, num_blocks=200)
     policy = engine.scheduler.policy
-    assert isinstance(policy, Fair)
     engine.add_request(request("early", [1] * 8, client="away", max_tokens=2))
     run(engine)
     for i in range(30):
@@ -495,7 +486,6 @@ def test_nobody_saves_up_while_away() -> None:
 def test_what_the_cache_has_is_not_charged_nor_what_is_computed_again() -> None:
     engine = made("fair", max_num_seqs=1)
     policy = engine.scheduler.policy
-    assert isinstance(policy, Fair)
     prompt = [i % 50 for i in range(65)]
     engine.add_request(request("a", prompt, client="c", max_tokens=1))
     run(engine)
@@ -512,7 +502,6 @@ def test_the_clients_known_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(fair, "_KNOWN", 64)
     engine = made("fair", max_num_seqs=8)
     policy = engine.scheduler.policy
-    assert isinstance(policy, Fair)
     engine.add_request(request("stays", [1] * 8, client="stays", max_tokens=200))
     for i in range(200):
         engine.add_request(request(str(i), [1], client=f"client {i}", max_tokens=1))
@@ -555,7 +544,6 @@ def check_backlogged(
     rng = random.Random(seed)
     engine = made("fair", max_num_seqs=max_num_seqs, num_blocks=num_blocks, max_model_len=200)
     policy = engine.scheduler.policy
-    assert isinstance(policy, Fair)
     weights = [rng.choice((0.5, 1.0, 2.0)) for _ in range(num_clients)]
     kinds = [(rng.randint(1, 100), rng.randint(1, 60)) for _ in range(num_clients)]
     after = [
@@ -612,14 +600,14 @@ def check_backlogged(
         assert high - low <= after[i] + after[j]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(**BACKLOGS)
 def test_backlogged_clients_are_served_alike(**values: int) -> None:
     check_backlogged(**values, steps=400)
 
 
 @pytest.mark.long
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(**BACKLOGS)
 def test_many_backlogged_clients_are_served_alike(**values: int) -> None:
     check_backlogged(**values, steps=1500)
@@ -699,14 +687,14 @@ def check_progress(
     assert {record.outcome for record in victims} == {Outcome.FINISHED}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(**CROWDS)
 def test_nobody_is_passed_for_ever(**values: Any) -> None:
     check_progress(**values)
 
 
 @pytest.mark.long
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(**CROWDS)
 def test_nobody_is_passed_for_ever_in_many_crowds(**values: Any) -> None:
     check_progress(**values)
@@ -739,14 +727,14 @@ def check_no_vain_work(seed: int, policy: str, count: int) -> None:
 MIXES = {"seed": st.integers(0, 2**32), "policy": st.sampled_from([*POLICIES])}
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(**MIXES)
 def test_nobody_is_let_in_only_to_give_way_again(seed: int, policy: str) -> None:
     check_no_vain_work(seed, policy, 30)
 
 
 @pytest.mark.long
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(**MIXES)
 def test_many_are_not_let_in_only_to_give_way_again(seed: int, policy: str) -> None:
     check_no_vain_work(seed, policy, 60)
@@ -803,7 +791,7 @@ def test_a_new_policy_is_a_class_and_a_place_in_the_registry(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32))
 def test_in_turn_is_the_order_in_which_all_would_be_let_in(policy: str, seed: int) -> None:
     rng = random.Random(seed)

@@ -1,13 +1,11 @@
 """Who runs next: budgets, fairness, preemption, forks, admission."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest
 
 from engine.checking import build
-from engine.test_engine import request, run
+from engine.test_engine import fail_once, request, run
 from octavo.engine.engine import Engine, Step
 from octavo.sampling.params import InvalidParameter
 from octavo.scheduler.config import SchedulerConfig
@@ -384,3 +382,15 @@ def test_without_chunked_prefill_a_prompt_goes_through_in_one_step() -> None:
     }
     with pytest.raises(ValueError, match="below max_model_len 128"):
         build(max_model_len=128, max_num_batched_tokens=64, chunked_prefill=False)
+
+
+def test_an_arrival_that_fails_takes_nobody_out_of_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = build(max_num_seqs=1)
+    records = [engine.add_request(request(name, [1] * 5, max_tokens=2)) for name in "abc"]
+    fail_once(monkeypatch, engine.scheduler.policy, "push")
+    with pytest.raises(MemoryError):
+        engine.add_request(request("d", [1] * 5))
+    run(engine)
+    assert [record.outcome for record in records] == [Outcome.FINISHED] * 3

@@ -1,7 +1,5 @@
 """The budget that is left after a part of it was taken."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from octavo.kv_cache.cache import Int32

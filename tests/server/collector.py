@@ -1,7 +1,5 @@
 """An OTLP collector in this process: a tiny HTTP server that decodes what it is sent."""
 
-from __future__ import annotations
-
 import gzip
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A server with everything that has metrics, and traffic in which all of it happens."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator
@@ -56,7 +54,6 @@ async def observed_server(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient
             cost=TransferCost(size, kv.layout.block_size, per_token(1.0), 1, time.perf_counter),
         )
     )
-    assert kv.connectors is not None
     kv.connectors.register_kv_caches(executor)
     metrics = Metrics(MODEL, engine.stats, 512)
     metrics.info("build_info", "The program.", {"version": "1"})

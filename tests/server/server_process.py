@@ -1,7 +1,5 @@
 """A server on the fake engine as a process of its own: ``server_process.py '{config as JSON}'``."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource

@@ -1,13 +1,12 @@
 """A real engine on a simulated executor, and a real server on a free port of loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 from serve_fakes import VOCAB, ByteTokenizer, served_model
 
 from octavo.engine.async_engine import AsyncEngine
@@ -112,3 +111,18 @@ async def listening(
         server.should_exit = True
         server.force_exit = True
         await task
+
+
+@asynccontextmanager
+async def serving(
+    config: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncEngine, PacedExecutor]]:
+    """A client of a server with ``config`` for a real engine with ``settings``."""
+    engine, executor = real_engine(**settings)
+    limits = httpx.Limits(max_connections=None)
+    async with (
+        started(engine),
+        listening(engine, **(config or {})) as url,
+        httpx.AsyncClient(base_url=url, limits=limits) as client,
+    ):
+        yield client, engine, executor

@@ -1,24 +1,17 @@
 """A server that is built and used without a process of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal
-from pathlib import Path
 
 import httpx
-import pytest
 
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import load_engine
 from octavo.server.config import ServeConfig
 from octavo.server.server import bind, bounded, build_server
+from paths import TINY
 from patience import PATIENCE
-
-pytest.importorskip("octavo._native")
-
-TINY = Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf"
 
 
 async def test_a_server_leaves_the_process_alone() -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import random
 import threading
@@ -8,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from serve_fakes import EOS, VOCAB, ByteTokenizer, FakeEngine, events, served_model
-from serving import listening, real_engine, started
+from serving import serving
 
 from octavo.engine.outputs import TokenLogprobs
 from octavo.scheduler.request import FinishReason, Outcome
@@ -335,7 +333,6 @@ def test_alternatives_can_be_told_apart_and_agree_with_the_token() -> None:
             taken = CompletionLogprobs([], [], [], [])
             CompletionLogprobsWriter(display).write([entry.token_id], [entry], taken)
             (found,), (name,) = taken.top_logprobs, taken.tokens
-            assert found is not None
             assert found[name] == taken.token_logprobs[0] == values[own]
             assert len(found) == len({entry.token_id, *(token for token, _ in top)})
             assert [*found.values()][: len(top)] == [value for _, value in top]
@@ -380,12 +377,7 @@ async def test_an_echo_goes_on_in_the_middle_of_a_character() -> None:
     """The text is what prompt and answer decode to together, whole and streamed."""
     rng = random.Random(21)
     pieces = [0xC3, 0xE2, 0x82, 0xF0, 0x9F, 0x98, 97]
-    engine, _ = real_engine()
-    async with (
-        started(engine),
-        listening(engine) as url,
-        httpx.AsyncClient(base_url=url) as client,
-    ):
+    async with serving() as (client, _, _):
         for seed in range(25):
             ids = [rng.choice(pieces) for _ in range(rng.randrange(1, 6))]
             body = {

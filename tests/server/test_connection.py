@@ -7,8 +7,9 @@ import json
 import re
 import socket
 import struct
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -36,6 +37,13 @@ def little_room(connections: list[Connection], monkeypatch: pytest.MonkeyPatch) 
     return connections
 
 
+@pytest.fixture(autouse=True)
+def _peers_are_closed() -> Iterator[None]:
+    yield
+    while Peer.opened:
+        Peer.opened.pop().close()
+
+
 def heads_in(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is how long a head may take once the first has come, in whatever time."""
     complete = Connection.on_headers_complete
@@ -48,10 +56,13 @@ def heads_in(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Peer:
-    """The client's end of a connection, with small buffers."""
+    """The client's end of a connection, with small buffers; closed with the test."""
+
+    opened: ClassVar[list[socket.socket]] = []
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
+        self.opened.append(connection)
 
     @staticmethod
     async def of(url: str, sent: bytes = b"") -> Peer:
@@ -126,7 +137,6 @@ async def test_who_takes_nothing_is_gone(
         peer = await Peer.of(url, completion(body))
         await until(lambda: peer.was_reset)
         await until(lambda: not engine.streams)
-        peer.socket.close()
 
 
 async def test_who_takes_no_small_answer_is_gone(
@@ -137,7 +147,6 @@ async def test_who_takes_no_small_answer_is_gone(
     async with listening(engine, stream_write_timeout=0.2) as url:
         peer = await Peer.of(url, request.replace(b"/live", b"/openapi.json"))
         await until(lambda: peer.was_reset)
-        peer.socket.close()
 
 
 async def test_who_takes_little_by_little_is_served(
@@ -171,7 +180,6 @@ async def test_who_takes_little_by_little_is_served(
         assert looks > 5
         await peer.send(LIVE)
         assert (await peer.read()).startswith(b"HTTP/1.1 200 ")
-        peer.socket.close()
 
 
 async def test_who_takes_something_and_then_nothing_is_gone(
@@ -191,7 +199,6 @@ async def test_who_takes_something_and_then_nothing_is_gone(
         server._check_writing()  # its time is over
         assert server._unsent < unsent
         await until(lambda: peer.was_reset)
-        peer.socket.close()
 
 
 @pytest.mark.parametrize("streamed", [b"true", b"false"])
@@ -236,7 +243,6 @@ async def test_no_answer_is_disturbed_by_what_comes_behind_its_request(
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert b'"finish_reason":"length"' in answer
         assert answer.endswith(b"0\r\n\r\n" if streamed == b"true" else b"}")
-        peer.socket.close()
 
 
 async def test_endless_requests_behind_one_end_it(engine: FakeEngine) -> None:
@@ -246,7 +252,6 @@ async def test_endless_requests_behind_one_end_it(engine: FakeEngine) -> None:
         await until(lambda: len(engine.streams) == 1)
         await peer.send_until_reset(LIVE * 1000)
         await until(lambda: len(engine.aborted) == 1)
-        peer.socket.close()
 
 
 async def test_a_broken_body_gets_no_second_answer(engine: FakeEngine) -> None:
@@ -264,7 +269,6 @@ async def test_a_broken_body_gets_no_second_answer(engine: FakeEngine) -> None:
         await peer.send(b"zz\r\n")
         with pytest.raises(ConnectionResetError):
             assert await peer.read() != b""
-        peer.socket.close()
 
 
 @pytest.mark.parametrize(
@@ -298,7 +302,6 @@ async def test_a_byte_now_and_then_holds_no_connection(
             await asyncio.sleep(0.01)
         await asyncio.wait([ended])
         assert ended.exception() is not None or ended.result() == b""
-        peer.socket.close()
 
 
 async def test_a_body_that_nobody_reads_has_an_end(
@@ -311,7 +314,6 @@ async def test_a_body_that_nobody_reads_has_an_end(
         )
         assert (await peer.read()).startswith(b"HTTP/1.1 404 ")
         await peer.send_until_reset(bytes(1 << 20))
-        peer.socket.close()
 
 
 async def test_a_connection_stays_after_a_body_that_nobody_read(engine: FakeEngine) -> None:
@@ -321,7 +323,6 @@ async def test_a_connection_stays_after_a_body_that_nobody_read(engine: FakeEngi
         await peer.send(b"123456789" + LIVE)
         assert (await peer.read()).startswith(b"HTTP/1.1 200 ")
         assert await peer.read() == b""
-        peer.socket.close()
 
 
 async def test_refused_while_it_waits_for_leave_to_send(engine: FakeEngine) -> None:
@@ -341,7 +342,6 @@ async def test_refused_while_it_waits_for_leave_to_send(engine: FakeEngine) -> N
         answer = await peer.read_all()
         assert answer.startswith(b"HTTP/1.1 429 ")
         assert b"connection: close" in answer
-        peer.socket.close()
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,6 @@ async def test_a_request_is_for_one_host(
             assert b"Host header" in answer
             assert any("refused: the request" in line for line in caplog.messages)
             assert await peer.read() == b""
-        peer.socket.close()
 
 
 async def test_white_space_behind_a_value_is_no_part_of_it(engine: FakeEngine) -> None:
@@ -389,7 +388,6 @@ async def test_white_space_behind_a_value_is_no_part_of_it(engine: FakeEngine) -
         answer = await peer.read_until(b"}}")
         assert answer.split()[1] == b"200"
         assert b"x-request-id: mine\r\n" in answer
-        peer.socket.close()
 
 
 async def test_nothing_behind_a_refused_head_is_read(engine: FakeEngine) -> None:
@@ -400,7 +398,6 @@ async def test_nothing_behind_a_refused_head_is_read(engine: FakeEngine) -> None
         await peer.read_until(b"}")
         await peer.send(head + LIVE + LIVE)
         assert (await peer.read_all()).count(b"HTTP/1.1") == 1
-        peer.socket.close()
 
 
 CHUNKED = (
@@ -422,7 +419,6 @@ async def test_trailers_are_no_headers(engine: FakeEngine) -> None:
     async with listening(engine) as url:
         peer = await Peer.of(url, CHUNKED + CHUNKS + b"000\r\n" + trailers + b"\r\n")
         assert (await peer.read_until(b"}")).split()[1] == b"200"
-        peer.socket.close()
 
 
 @pytest.mark.parametrize("beside", [b"0\r\nx-a: ", b"1;"])
@@ -433,7 +429,6 @@ async def test_what_lies_beside_a_body_has_an_end(engine: FakeEngine, beside: by
         sending = asyncio.create_task(peer.send_until_reset(b"a" * 10_000))
         assert (await peer.read()).split()[1] == b"431"
         await sending
-        peer.socket.close()
 
 
 async def test_a_body_in_single_bytes_is_read(engine: FakeEngine) -> None:
@@ -446,7 +441,6 @@ async def test_a_body_in_single_bytes_is_read(engine: FakeEngine) -> None:
             await peer.send(chunks[at : at + 10_000])
         await peer.send(b"0\r\n\r\n")
         assert (await peer.read_until(b"}")).split()[1] == b"200"
-        peer.socket.close()
 
 
 @pytest.mark.parametrize(
@@ -468,7 +462,6 @@ async def test_transfer_codings(engine: FakeEngine, coding: bytes, status: bytes
     async with listening(engine) as url:
         peer = await Peer.of(url, head + CHUNKS + b"0\r\n\r\n")
         assert (await peer.read_until(b"}")).split()[1] == status
-        peer.socket.close()
 
 
 async def test_whose_output_is_not_read_is_paused_and_gets_all_of_it(

@@ -1,7 +1,5 @@
 """What others' text may do over HTTP: forge no control token, and break nothing but its request."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -15,9 +13,10 @@ from octavo.loader.base import Tokenizer, TokenizerError
 from octavo.loader.chat_template import JinjaChatTemplate
 from octavo.loader.hf_folder import HfFolder
 from octavo.loader.hf_tokenizer import hf_tokenizer
+from paths import ORACLE
 from patience import PATIENCE
 
-RECORDED = Path(__file__).parent.parent / "oracle" / "tokenizers" / "qwen2"
+RECORDED = ORACLE / "tokenizers/qwen2"
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

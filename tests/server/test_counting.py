@@ -1,7 +1,5 @@
 """Bodies are counted before they are decoded: what is refused so, and that nothing else is."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """docs/grafana.json and docs/metrics.md against the metrics of a running server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -19,7 +17,9 @@ from observed import HEADERS, KEY, make_traffic, observed_server
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-DOCS = Path(__file__).parents[2] / "docs"
+from paths import ROOT
+
+DOCS = ROOT / "docs"
 DASHBOARD: dict[str, Any] = json.loads((DOCS / "grafana.json").read_text())
 PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 VARIABLES: dict[str, dict[str, Any]] = {
@@ -229,7 +229,6 @@ async def test_a_real_prometheus_answers_every_query(tmp_path: Path) -> None:
                     await make_traffic(client, metrics)
                     seen = (await client.get("/metrics", headers=HEADERS)).text
                     last = re.search(r"^octavo:engine_steps_total\S* (\S+)$", seen, re.MULTILINE)
-                    assert last is not None
                     while float((await query("octavo:engine_steps_total"))[0]["value"][1]) < float(
                         last[1]
                     ):
@@ -243,7 +242,6 @@ async def test_a_real_prometheus_answers_every_query(tmp_path: Path) -> None:
                     found = re.fullmatch(
                         r"label_values\((.*), (\w+)\)", VARIABLES[name]["definition"]
                     )
-                    assert found is not None
                     matching = {"match[]": filled(found[1])}
                     answer = await asking.get(f"/api/v1/label/{found[2]}/values", params=matching)
                     assert answer.json()["data"]

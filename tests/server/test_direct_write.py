@@ -1,7 +1,5 @@
 """Tokens written past the layers of ASGI: the same bytes as through them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """The documentation has every route, and the key files that it shows are tried as they are."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -17,8 +15,9 @@ from octavo.scheduler.policies.config import POLICIES
 from octavo.server.api_keys import in_effect, read_keys
 from octavo.server.config import ServeConfig
 from octavo.server.routes import DOCS_ROUTES, ROUTES
+from paths import ROOT
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 
 
 def fences(language: str) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,5 @@
 """What must be refused, and that it is refused in the one form clients read."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every executor serves over HTTP, from what `load_engine` makes of a tiny model."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +13,7 @@ from serving import listening, started
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import load_engine
-from octavo.executor.build import EXECUTORS
+from octavo.executor.registry import EXECUTORS
 from octavo.loader import load
 from oracle.tiny_folders import folder
 

@@ -1,7 +1,5 @@
 """Random request fields: each is answered properly or refused by name, and the server lives on."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

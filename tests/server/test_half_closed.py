@@ -1,7 +1,5 @@
 """An answer arrives, whatever its client has done to its half of the connection."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

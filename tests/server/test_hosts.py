@@ -1,7 +1,5 @@
 """Which Host headers are answered: no page of another name gets in by DNS rebinding."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from typing import Any

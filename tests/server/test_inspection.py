@@ -1,7 +1,5 @@
 """GET /requests: what it tells of each request, what it never tells, and whom it answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator
@@ -11,8 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import PacedExecutor, listening, real_engine, served_model, started
+from serving import PacedExecutor, listening, real_engine, served_model, serving, started
 
+from faults import patch
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.snapshot import EngineSnapshot, PoolSnapshot, RequestSnapshot, snapshot
 from octavo.engine.stream import EngineDead
@@ -253,16 +252,14 @@ async def test_it_is_behind_the_key() -> None:
     ],
 )
 async def test_other_queries_are_refused_by_name(query: str, param: str) -> None:
-    engine, _ = real_engine()
-    async with started(engine), asked(engine) as client:
+    async with serving() as (client, _, _):
         answer = await client.get(f"/requests?{query}")
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param
 
 
 async def test_other_methods_and_paths() -> None:
-    engine, _ = real_engine()
-    async with started(engine), asked(engine) as client:
+    async with serving() as (client, _, _):
         for method in ("POST", "DELETE", "PUT"):
             assert (await client.request(method, "/requests")).status_code == 405
         for path in ("/requests/", "/requests/abc", "/v1/requests"):
@@ -280,7 +277,7 @@ async def test_many_askers_share_one_look() -> None:
         looks += 1
         return await real(at)
 
-    engine.inspect = counted  # type: ignore[method-assign]
+    patch(engine, inspect=counted)
     async with started(engine), asked(engine) as client:
         engine.submit(request("one"))
         await until(lambda: steps.asked, "a step")

@@ -1,7 +1,5 @@
 """Keys with names: the file, who is who, and what a key may."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

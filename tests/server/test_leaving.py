@@ -1,7 +1,5 @@
 """Clients that leave, that read slowly, or that say nothing: over real connections."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -2,8 +2,6 @@
 collector are rare while streams run, and what waits for one has grown old in the queue.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import traceback
@@ -17,6 +15,7 @@ from serving import listening, real_engine, started
 from test_leaving import post
 from test_overload import Poisoned
 
+from faults import patch
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.stream import EngineDead
 from octavo.sampling.params import InvalidParameter
@@ -103,7 +102,7 @@ async def nothing_is_left(
 ) -> None:
     engine, executor = real_engine(**settings)
     executor.__class__ = Poisoned
-    engine.admission.check_forecast = lambda *_: None  # type: ignore[method-assign]
+    patch(engine.admission, check_forecast=lambda *_: None)
     async with (
         started(engine),
         listening(engine) as url,

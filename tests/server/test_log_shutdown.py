@@ -1,7 +1,5 @@
 """The log at the end of the process: its last lines are written, and nobody waits for a reader."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -21,7 +19,6 @@ logging.shutdown()
 def test_a_slow_reader_gets_all_lines() -> None:
     command = [sys.executable, "-c", SCRIPT.format(lines=3000)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         lines = process.stderr.read().splitlines()
     assert process.returncode == 0
     assert [line.rsplit(" ", 1)[1] for line in lines] == [str(number) for number in range(3000)]

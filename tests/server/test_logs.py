@@ -1,7 +1,5 @@
 """The log's thread: nobody waits for whoever reads the log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """One record a request: metrics, log, traces and usage tell the same of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

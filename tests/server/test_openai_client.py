@@ -1,7 +1,5 @@
 """The official client, over a real connection."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import openai

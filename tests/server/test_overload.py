@@ -1,7 +1,5 @@
 """More than can be done: what is refused, when, how soon, and what it costs nobody else."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import hashlib
@@ -17,9 +15,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from serve_fakes import ByteTokenizer, FakeEngine, events
-from serving import PacedExecutor, listening, real_engine, started
+from serving import PacedExecutor, listening, serving
 from test_access_log import logged
 
+from faults import patch
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import VirtualClock
 from octavo.engine.stats import EngineStats
@@ -32,17 +31,6 @@ from octavo.server.workers import Workers
 from patience import PATIENCE, Leave, until
 
 ASK = {"prompt": "hello", "max_tokens": 300, "seed": 1}
-
-
-@asynccontextmanager
-async def serving(
-    config: dict[str, Any] | None = None, **settings: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncEngine, PacedExecutor]]:
-    engine, executor = real_engine(**settings)
-    async with started(engine), listening(engine, **(config or {})) as url:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, limits=limits) as client:
-            yield client, engine, executor
 
 
 def ask(client: httpx.AsyncClient, **body: Any) -> asyncio.Task[httpx.Response]:
@@ -82,7 +70,7 @@ def in_its_own_time(engine: AsyncEngine, executor: PacedExecutor) -> None:
     def takes(batch: Batch) -> StepResult:
         return execute(batch)._replace(duration=0.002)
 
-    executor.execute = takes  # type: ignore[method-assign]
+    patch(executor, execute=takes)
     assert clock.now() > 0
 
 
@@ -597,7 +585,7 @@ async def test_a_stopped_engine_fails_the_probe_and_all_who_wait() -> None:
 
         await until(lambda: engine._streams, "the first")
         async with begun(client, engine, steps) as streamed:
-            engine._turn = die  # type: ignore[method-assign]
+            patch(engine, _turn=die)
             steps.let_all()
             assert (await task).status_code == 500
             assert events((await streamed.aread()).decode())[-1]["error"]["code"] == 500

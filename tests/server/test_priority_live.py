@@ -1,7 +1,5 @@
 """Priorities over HTTP, on the real engine."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 

@@ -2,8 +2,6 @@
 test says so first, by name; pyproject.toml bounds the versions.
 """
 
-from __future__ import annotations
-
 import json.decoder
 import json.scanner
 from typing import Any

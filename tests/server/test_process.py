@@ -1,7 +1,5 @@
 """The server as a process: how it starts, what it says, how it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -45,7 +43,6 @@ class Process:
 
     def start(self) -> None:
         """Until it listens, or has ended."""
-        assert self.child.stderr is not None
         for line in self.child.stderr:
             self.lines.append(line)
             if match := re.search(r"listening on (\S+)/v1 ", line):

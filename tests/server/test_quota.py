@@ -1,7 +1,5 @@
 """Buckets and what is charged to them, by a clock that the test moves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

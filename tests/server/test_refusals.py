@@ -1,7 +1,5 @@
 """What refused bodies cost is charged to their key, and takes a small share of the time."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

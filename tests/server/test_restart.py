@@ -2,8 +2,6 @@
 served from what lies there.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import signal
@@ -18,9 +16,8 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from paths import TINY
 from patience import PATIENCE, held_up_until
-
-TINY = Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf"
 
 
 class Server(NamedTuple):
@@ -62,7 +59,6 @@ def serving(model: Path, folder: Path, *flags: str) -> Iterator[Server]:
     command += ["--max-num-seqs", "4", "--kv-cache-memory", "64MiB", "--threads", "2"]
     command += ["--kv-offload-memory", "64MiB", "--kv-offload-dir", str(folder), *flags]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert child.stderr is not None
     said: list[str] = []
     url = ""
     for line in child.stderr:

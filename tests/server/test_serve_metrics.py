@@ -1,10 +1,7 @@
 """What is counted of a record, and by which labels."""
 
-from __future__ import annotations
-
 import re
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +21,7 @@ from octavo.server.metrics.metric_families import Families
 from octavo.server.metrics.request_metrics import REJECTIONS, RequestMetrics
 from octavo.server.metrics.slo_metrics import SloMetrics, class_of
 from octavo.server.streaming import MergedStream
+from paths import ROOT
 
 TARGET = LatencyTarget(ttft=1.0, tpot=0.1, e2el=5.0)
 CLASS = "ttft:1000 tpot:100 e2el:5000"
@@ -310,7 +308,7 @@ def test_a_server_that_was_asked_for_nothing_has_every_name_of_the_dashboard() -
     there = {
         sample.name for family in text_string_to_metric_families(text) for sample in family.samples
     }
-    dashboard = (Path(__file__).parents[2] / "docs" / "grafana.json").read_text()
+    dashboard = (ROOT / "docs/grafana.json").read_text()
     names = set(re.findall(r"octavo:\w+", dashboard))
     assert len(names) > 50
     assert names <= there

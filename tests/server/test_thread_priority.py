@@ -1,7 +1,5 @@
 """Threads that compute give way to the event loop, and nothing else does."""
 
-from __future__ import annotations
-
 import _thread
 import os
 import sys

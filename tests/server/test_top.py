@@ -1,7 +1,5 @@
 """`octavo top` against a server that runs, and against what is none."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json
@@ -19,7 +17,7 @@ import uvicorn
 from serving import listening, real_engine, started
 
 from octavo.tools.top import live
-from octavo.tools.top.figures import Figures
+from octavo.tools.top.figures import ServerStats
 from octavo.tools.top.source import Source, SourceError
 from patience import PATIENCE, until
 from tools.top.samples import sample
@@ -108,7 +106,7 @@ async def test_a_pipe_gets_one_table() -> None:
 
 
 async def test_lines_of_json_go_on() -> None:
-    shown: list[Figures] = []
+    shown: list[ServerStats] = []
     async with busy_server() as url:
         source = Source(url, None, 2, insecure=False)
         telling = asyncio.create_task(live.tell(source, 0.05, shown.append, pytest.fail))
@@ -123,7 +121,7 @@ async def test_lines_of_json_go_on() -> None:
 
 async def test_lines_of_json_say_that_the_server_is_gone_and_end_when_it_will_not_answer() -> None:
     engine, _ = real_engine()
-    told: list[Figures | str] = []
+    told: list[ServerStats | str] = []
 
     async with started(engine):
         async with listening(engine, api_key=("k",)) as url:
@@ -135,7 +133,7 @@ async def test_lines_of_json_say_that_the_server_is_gone_and_end_when_it_will_no
         await until(lambda: len(told) >= 2)
         assert isinstance(told[1], str)
         async with listening(engine, port=port, api_key=("k",)):
-            await until(lambda: isinstance(told[-1], Figures), "the server again")
+            await until(lambda: isinstance(told[-1], ServerStats), "the server again")
         async with listening(engine, port=port, api_key=("another",)):
             with pytest.raises(SourceError, match="asks for a key"):
                 await asyncio.wait_for(telling, PATIENCE)

@@ -1,7 +1,5 @@
 """Spans as a collector gets them, from a server with a real engine."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re
@@ -10,8 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -20,10 +18,9 @@ import pytest
 from collector import Collector, attributes, collecting
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace.export import SpanExportResult
-from serving import listening, real_engine, started
+from serving import serving
 from test_process import process
 
-from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.stats import EngineStats
 from octavo.extras import install_command
 from octavo.server.context import RequestContext
@@ -50,19 +47,6 @@ def traced(collector: Collector) -> Iterator[Tracer]:
         tracer.close()
 
 
-@asynccontextmanager
-async def serving(
-    tracer: Tracer, **settings: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncEngine]]:
-    engine, _ = real_engine(**settings)
-    async with (
-        started(engine),
-        listening(engine, tracer.trace) as url,
-        httpx.AsyncClient(base_url=url) as client,
-    ):
-        yield client, engine
-
-
 def by_name(spans: list[Any]) -> dict[str, Any]:
     named = {span.name: span for span in spans}
     assert len(named) == len(spans)
@@ -72,7 +56,7 @@ def by_name(spans: list[Any]) -> dict[str, Any]:
 async def test_the_spans_of_a_request() -> None:
     before = time.time_ns()
     with collecting() as collector, traced(collector) as tracer:
-        async with serving(tracer, pause=0.002) as (client, _):
+        async with serving({"trace": tracer.trace}, pause=0.002) as (client, _, _):
             body = {
                 "model": "alias", "prompt": "my secret", "max_tokens": 20, "ignore_eos": True,
                 "temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": 2**60, "n": 2,
@@ -156,7 +140,7 @@ async def test_the_spans_of_a_request() -> None:
 
 async def test_without_a_parent_each_request_is_a_trace() -> None:
     with collecting() as collector, traced(collector) as tracer:
-        async with serving(tracer) as (client, _):
+        async with serving({"trace": tracer.trace}) as (client, _, _):
             parents = (
                 [],
                 [("traceparent", "00-zz-yy-01")],
@@ -180,7 +164,7 @@ async def test_without_a_parent_each_request_is_a_trace() -> None:
 
 async def test_several_prompts_and_what_never_ran() -> None:
     with collecting() as collector, traced(collector) as tracer:
-        async with serving(tracer) as (client, _):
+        async with serving({"trace": tracer.trace}) as (client, _, _):
             prompts = ["a", "b", "c"]
             await client.post("/v1/completions", json={"prompt": prompts, "max_tokens": 2})
             refused = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": -1})
@@ -208,7 +192,7 @@ async def test_several_prompts_and_what_never_ran() -> None:
 
 async def test_a_client_that_leaves_and_an_engine_that_dies() -> None:
     with collecting() as collector, traced(collector) as tracer:
-        async with serving(tracer) as (client, engine):
+        async with serving({"trace": tracer.trace}) as (client, engine, _):
             body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
             steps = Leave(engine.engine.executor)
             leaves = asyncio.create_task(client.post("/v1/completions", json=body))
@@ -239,7 +223,7 @@ async def test_the_standard_environment(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "gzip")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     with collecting() as collector, traced(collector) as tracer:
-        async with serving(tracer) as (client, _):
+        async with serving({"trace": tracer.trace}) as (client, _, _):
             body = {"prompt": "a", "max_tokens": 2}
             await client.post("/v1/completions", json=body)  # not sampled
             await client.post("/v1/completions", json=body, headers={"traceparent": TRACEPARENT})
@@ -263,7 +247,7 @@ async def test_a_collector_that_hangs_holds_nobody_up(monkeypatch: pytest.Monkey
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         tracer = Tracer(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        async with serving(tracer) as (client, _):
+        async with serving({"trace": tracer.trace}) as (client, _, _):
             for _ in range(100):
                 body = {"prompt": "a", "max_tokens": 2}
                 assert (await client.post("/v1/completions", json=body)).status_code == 200

@@ -1,22 +1,17 @@
 """The server on the real engine, whose executor computes nothing and whose sampler is scripted."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serve_fakes import events
-from serving import PacedExecutor, listening, real_engine, started
+from serving import listening, real_engine, serving, started
 
 from engine.drafting import Coin
-from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.calibration import Prediction
 from octavo.executor.cost import Rates
 from octavo.sampling.params import SamplingParams
@@ -25,17 +20,6 @@ from octavo.server.api_keys import ApiKey, digest
 from octavo.server.metrics import Metrics
 from octavo.spec_decode.speculator import Speculator
 from patience import Leave, until
-
-
-@asynccontextmanager
-async def serving(
-    **settings: Any,
-) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncEngine, PacedExecutor]]:
-    engine, executor = real_engine(**settings)
-    async with started(engine), listening(engine) as url:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, limits=limits) as client:
-            yield client, engine, executor
 
 
 async def complete(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:

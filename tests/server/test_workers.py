@@ -1,7 +1,5 @@
 """What large bodies leave behind."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Who may write when, in a stream that two write to."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from types import SimpleNamespace

@@ -1,15 +1,12 @@
 """An account of the time that drafts save or lose stops them in time."""
 
-from __future__ import annotations
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.spec_decode.account import TimeAccount
 
 
-@settings(deadline=None)
 @given(
     speeds=st.lists(st.tuples(st.integers(1, 400), st.floats(0.2, 3.0)), min_size=1, max_size=20),
     step=st.floats(1e-4, 1.0),

@@ -1,7 +1,5 @@
 """What may be said of speculation, and that everything else is refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,14 +1,12 @@
 """Times of steps and drafting are learned, and the length of drafts that gives most is chosen."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from math import hypot
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.spec_decode.draft_length import choose_lengths, could_pay
@@ -104,7 +102,6 @@ def test_nothing_is_predicted_of_steps_that_take_no_time() -> None:
     assert not could_pay(times, 1, 1, 16)
 
 
-@settings(deadline=None)
 @given(
     gains=st.lists(
         st.lists(st.floats(0.01, 0.98), max_size=6).map(

@@ -3,8 +3,6 @@
 engine/test_same_bits.py draws loads with draft models too; here is what must be seen by itself.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ import pytest
 
 from engine.test_same_bits import Setting, draft_model_drafter, fewer_layers
 from executor import tiny
+from faults import patch
 from octavo.engine.cache_plan import plan_cache
 from octavo.engine.clock import Clock
 from octavo.engine.config import EngineConfig, SettingsError
@@ -41,8 +40,8 @@ from octavo.spec_decode.draft_model import DraftModelDrafter, needed_blocks
 from octavo.spec_decode.drafter import Target
 from octavo.spec_decode.speculator import Speculator
 from octavo.tools.verify.chi_square import chi_square
+from paths import ORACLE, TINY
 
-ORACLES = Path(__file__).parents[1] / "oracle"
 VOCAB = tiny.config().vocab_size
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1, "min_tokens": 5}
 
@@ -239,7 +238,6 @@ def _first(text: list[int], allowed: tuple[int, ...]) -> npt.NDArray[np.float64]
             (delta,) = engine.step()
             assert delta.prompt_logprobs
             last = delta.prompt_logprobs[-1]
-            assert last is not None
             logprobs.append(last.logprob)
     shares = np.exp(logprobs)
     return shares / shares.sum()
@@ -248,7 +246,6 @@ def _first(text: list[int], allowed: tuple[int, ...]) -> npt.NDArray[np.float64]
 def test_a_long_text_is_read_in_pieces_beside_others() -> None:
     setting = Setting(max_num_seqs=4, max_model_len=480, num_drafts=2)
     with running(setting, small()) as (engine, drafter):
-        assert drafter is not None
         sizes: list[int] = []
         execute = drafter._executor.execute
 
@@ -256,7 +253,7 @@ def test_a_long_text_is_read_in_pieces_beside_others() -> None:
             sizes.append(batch.num_tokens)
             return execute(batch)
 
-        drafter._executor.execute = watched  # type: ignore[method-assign]
+        patch(drafter._executor, execute=watched)
         outputs(engine, 2, lambda index: (10, 400)[index], max_tokens=60)
         assert 128 <= max(sizes) <= 128 + 2 * 33
         assert engine.stats().accepted_tokens == engine.stats().draft_tokens > 60
@@ -265,7 +262,6 @@ def test_a_long_text_is_read_in_pieces_beside_others() -> None:
 def test_choices_share_what_one_of_them_has_read() -> None:
     setting = Setting(max_num_seqs=4, num_drafts=2, enable_prefix_caching=True)
     with running(setting, small()) as (engine, drafter):
-        assert drafter is not None
         outputs(engine, 1, lambda _: 100, n=4, temperature=1.0)
         assert drafter.kv.pool.num_used == 0
         # 100 tokens are six blocks, and each choice has at most three of its own.
@@ -354,7 +350,6 @@ def test_an_executor_that_fails_is_given_up(at: int, caplog: pytest.LogCaptureFi
     with running(setting, None) as (engine, _):
         expected = outputs(engine, 4, temperature=1.0)
     with running(setting, small()) as (engine, drafter):
-        assert drafter is not None
         execute, calls = drafter._executor.execute, iter(range(1000))
 
         def failing(batch: Batch) -> StepResult:
@@ -362,7 +357,7 @@ def test_an_executor_that_fails_is_given_up(at: int, caplog: pytest.LogCaptureFi
                 raise RuntimeError("injected")
             return execute(batch)
 
-        drafter._executor.execute = failing  # type: ignore[method-assign]
+        patch(drafter._executor, execute=failing)
         with caplog.at_level(logging.WARNING):
             assert outputs(engine, 4, temperature=1.0) == expected
         assert engine.stats().drafter_failures == 1
@@ -371,19 +366,15 @@ def test_an_executor_that_fails_is_given_up(at: int, caplog: pytest.LogCaptureFi
 
 
 def test_memory_is_planned_for_both(tmp_path: Path) -> None:
-    path = ORACLES / "tiny-llama.gguf"
     config = {"kv_cache_memory_bytes": 1 << 20, "max_model_len": 128, "max_num_seqs": 4}
-    alone = load_engine(path, EngineConfig(**config))  # type: ignore[arg-type]
+    alone = load_engine(TINY, EngineConfig(**config))  # type: ignore[arg-type]
     alone.engine.close()
-    given = {"model": str(path), "num_speculative_tokens": 3}
-    both = load_engine(path, EngineConfig(**config, speculative_config=given))  # type: ignore[arg-type]
+    given = {"model": str(TINY), "num_speculative_tokens": 3}
+    both = load_engine(TINY, EngineConfig(**config, speculative_config=given))  # type: ignore[arg-type]
     try:
         drafter = both.engine.speculator and both.engine.speculator._model
         assert isinstance(drafter, DraftModelDrafter)
         executor = drafter._executor
-        assert isinstance(executor, NativeExecutor)
-        assert isinstance(both.engine.executor, NativeExecutor)
-        assert both.draft is not None
         held = drafter.kv.pool.num_blocks * both.draft.layout.block_bytes
         held += both.num_blocks * both.engine.executor.layout.block_bytes
         assert held == both.kv_cache_bytes <= 1 << 20
@@ -491,12 +482,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any], named
 
 
 def test_a_draft_model_that_does_not_suit_is_refused_at_start() -> None:
-    other = {"model": str(ORACLES / "tiny-llama-odd.gguf")}
+    other = {"model": str(ORACLE / "tiny-llama-odd.gguf")}
     with pytest.raises(SettingsError, match="vocabulary"):
-        load_engine(ORACLES / "tiny-gemma3.gguf", EngineConfig(speculative_config=other))
-    rounded = {"model": str(ORACLES / "tiny-llama-k.gguf"), "quantization": "int8"}
+        load_engine(ORACLE / "tiny-gemma3.gguf", EngineConfig(speculative_config=other))
+    rounded = {"model": str(ORACLE / "tiny-llama-k.gguf"), "quantization": "int8"}
     with pytest.raises(ValueError, match="quantized already"):
-        load_engine(ORACLES / "tiny-llama-k.gguf", EngineConfig(speculative_config=rounded))
+        load_engine(ORACLE / "tiny-llama-k.gguf", EngineConfig(speculative_config=rounded))
 
 
 def test_the_method_may_be_left_out() -> None:

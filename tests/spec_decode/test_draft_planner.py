@@ -1,7 +1,5 @@
 """What a drafter that computes is asked for: rare trials, and what pays in step after step."""
 
-from __future__ import annotations
-
 from array import array
 from types import SimpleNamespace
 from typing import Any, cast

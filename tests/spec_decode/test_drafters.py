@@ -1,7 +1,5 @@
 """N-gram and suffix drafts are those that a search of the whole text finds."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

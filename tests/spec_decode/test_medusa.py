@@ -2,8 +2,6 @@
 they compute is what their definition says.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,14 +35,13 @@ from octavo.spec_decode.heads import (
 )
 from octavo.spec_decode.medusa import MedusaDrafter, head_weights
 from octavo.spec_decode.speculator import Speculator
+from paths import ORACLE
 from spec_decode.random_heads import folder
-
-ORACLES = Path(__file__).parents[1] / "oracle"
 
 
 @pytest.fixture(scope="module")
 def checkpoint() -> Checkpoint:
-    return octavo.loader.load(ORACLES / "tiny-llama-k.gguf")
+    return octavo.loader.load(ORACLE / "tiny-llama-k.gguf")
 
 
 def llm(checkpoint: Checkpoint, heads: Path | None, drafts: int | None = 3, **settings: Any) -> LLM:
@@ -277,7 +274,6 @@ def test_after_steps_without_drafts_one_can_be_made(checkpoint: Checkpoint, tmp_
     heads = folder(tmp_path / "heads", checkpoint)
     with llm(checkpoint, heads, None) as drafting:
         engine, drafter = drafting.loaded.engine, drafter_of(drafting)
-        assert engine.speculator is not None
         params = SamplingParams(seed=1, max_tokens=8, ignore_eos=True)
         engine.add_request(Request(request_id="a", prompt_token_ids=[5, 6, 7], params=params))
         for _ in range(4):
@@ -385,7 +381,6 @@ def unused(propose: Callable[..., list[list[int]]]) -> Callable[..., list[list[i
 
 def drafter_of(model: LLM) -> MedusaDrafter:
     speculator = model.loaded.engine.speculator
-    assert speculator is not None
     drafter = speculator._model
     assert isinstance(drafter, MedusaDrafter)
     return drafter
@@ -497,7 +492,6 @@ def test_drafts_are_as_long_as_there_are_heads(checkpoint: Checkpoint, tmp_path:
         engine = drafting.loaded.engine
         assert "up to 3 tokens, as it pays" in drafting.loaded.report()
         assert engine.executor.max_logits_rows == 2 * (1 + 3)  # type: ignore[attr-defined]
-        assert engine.speculator is not None
         assert engine.speculator._longest == 3
     with llm(checkpoint, path, None, max_num_seqs=2, lookup=True) as drafting:
         engine = drafting.loaded.engine

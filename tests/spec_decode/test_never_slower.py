@@ -1,8 +1,7 @@
-"""On a machine whose speed is never the same (machine.py), speculation costs next to no time where
-guesses are wrong, whatever guesses, and where they are right it gains what fixed lengths gain.
+"""On a machine whose speed is never the same (unsteady_machine.py), speculation costs next to no
+time where guesses are wrong, whatever guesses, and where they are right it gains what fixed lengths
+gain.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
@@ -11,7 +10,17 @@ from statistics import mean
 import pytest
 
 from octavo.spec_decode.speculator import Speculator
-from spec_decode.machine import CHEAP, MEASURED, VOCAB, Finder, Guesser, Machine, Rows, Text, run
+from spec_decode.unsteady_machine import (
+    CHEAP,
+    MEASURED,
+    VOCAB,
+    Finder,
+    Guesser,
+    Machine,
+    Rows,
+    Text,
+    run,
+)
 
 TEXTS = {
     "wrong": Text([0.0]),

@@ -1,7 +1,5 @@
 """What stands of a draft is what decoding token by token gives."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

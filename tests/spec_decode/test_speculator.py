@@ -1,7 +1,5 @@
 """What the speculator makes of drafts that say what they were drawn from."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from itertools import groupby
@@ -11,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from faults import patch
 from octavo.executor.base import StepResult
 from octavo.scheduler.sequence import Sequence as Seq
 from octavo.spec_decode.drafter import NO_DRAFT, Draft, ModelDrafter
@@ -71,7 +70,6 @@ def test_what_they_were_drawn_from_comes_with_drafts() -> None:
     seqs = [sequence(), sequence()]
     assert speculator.propose(seqs, 2, 5) == [[1, 2, 3], [1, 2]]
     (first, second) = speculator.probabilities(seqs) or (None, None)
-    assert first is not None
     assert second is not None
     assert first[0].dtype == np.float32
     assert (np.stack(first) == UNIFORM).all()
@@ -159,7 +157,7 @@ def drafting(paid: float, steps: int = 600) -> tuple[int, list[bool]]:
             return super().propose(sequences, counts)
 
     speculator = Speculator(Busy(Draft([1])), VOCAB, now=lambda: clock[0])
-    speculator._gains = lambda seq, draft: [0.9]  # type: ignore[method-assign]  # a wrong estimate
+    patch(speculator, _gains=lambda seq, draft: [0.9])  # a wrong estimate
     owner = SimpleNamespace(cache_salt=None, prompt_tokens=3)
     seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1, 2, 3]), 9999)
     for step in range(steps):

@@ -96,7 +96,7 @@ def command(
         raise typer.BadParameter(f"reference {reference!r} is neither exact nor served")
     if plot is not None:
         check_file(plot)
-    from octavo.tools.bench.fidelity import measure
+    from octavo.tools.bench.fidelity_report import measure
     from octavo.tools.quantize.fidelity import TextError
 
     try:

@@ -8,7 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from octavo.executor.cost import Arithmetic
-    from octavo.tools.plan.schemes import Scheme
+    from octavo.tools.plan.schemes import StorageScheme
 
 # --- numbers -------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ def unit(name: str) -> Arithmetic | None:
 NAMES = ("device", "format", "embedding_format")  # as messages about them begin
 
 
-def embedding_scheme(name: str) -> Scheme:
+def embedding_scheme(name: str) -> StorageScheme:
     """Raises `ValueError`."""
     from octavo.tools.plan import schemes
 
@@ -92,7 +92,7 @@ def embedding_scheme(name: str) -> Scheme:
 
 def chosen_scheme(
     name: str | None, bits: int | None, group: int | None, asymmetric: bool
-) -> Scheme | None:
+) -> StorageScheme | None:
     """What the options say; None where they say nothing. Raises `ValueError`."""
     from octavo.tools.plan import schemes
 

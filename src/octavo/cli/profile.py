@@ -84,7 +84,7 @@ def command(
     from octavo.loader.pull import resolve
     from octavo.machine.limits import Limits
     from octavo.models.families import program
-    from octavo.tools.bench.drive import Load
+    from octavo.tools.bench.drive import BatchShape
     from octavo.tools.bench.profile import profile
     from octavo.tools.bench.trace import trace as as_trace
 
@@ -100,7 +100,7 @@ def command(
         result, step = profile(
             checkpoint,
             engine,
-            Load(batch_size, tokens, steps + 8),
+            BatchShape(batch_size, tokens, steps + 8),
             prefill=prompt_len is not None,
             steps=steps,
             limits=Limits.stored(progress) if stored_limits else None,

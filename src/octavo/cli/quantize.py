@@ -20,10 +20,10 @@ from octavo.machine.memory import as_size
 
 if TYPE_CHECKING:
     from octavo.loader.base import Checkpoint
-    from octavo.tools.quantize.forecast import Forecast
+    from octavo.tools.quantize.forecast import QuantizationForecast
     from octavo.tools.quantize.layouts import Format
+    from octavo.tools.quantize.quantize_checkpoint import QuantizationResult
     from octavo.tools.quantize.quantizer import Progress, Recipe, Report
-    from octavo.tools.quantize.run import Outcome
 
 EXAMPLES = (
     "octavo quantize gemma3-270m --method rtn --bits 8 --embedding-bits 5 -o small.gguf",
@@ -197,10 +197,10 @@ def command(
     from octavo.loader import load
     from octavo.loader.pull import resolve
     from octavo.tools.quantize.forecast import forecast
-    from octavo.tools.quantize.gptq import Order
+    from octavo.tools.quantize.gptq_rounding import Order
     from octavo.tools.quantize.layouts import Format, scheme_of
+    from octavo.tools.quantize.quantize_checkpoint import quantize
     from octavo.tools.quantize.quantizer import Method, Recipe
-    from octavo.tools.quantize.run import quantize
     from octavo.tools.quantize.scope import ends, kept
     from octavo.tools.quantize.state import QuantizeError
 
@@ -318,7 +318,7 @@ def _samples(
 # ── What will come ──────────────────────────────────────────────────────────────────────────────
 
 
-def _parts(checkpoint: Checkpoint, coming: Forecast) -> dict[str, dict[str, Any]]:
+def _parts(checkpoint: Checkpoint, coming: QuantizationForecast) -> dict[str, dict[str, Any]]:
     """By part of the network and in all: parameters, bytes, and the least error (RMS of it over
     RMS of the matrices)."""
     from math import prod
@@ -344,7 +344,7 @@ def _parts(checkpoint: Checkpoint, coming: Forecast) -> dict[str, dict[str, Any]
     }
 
 
-def _table(parts: dict[str, dict[str, Any]], coming: Forecast) -> str:
+def _table(parts: dict[str, dict[str, Any]], coming: QuantizationForecast) -> str:
     lines = [
         f"{'weights':<12}{'parameters':>14}{'before':>12}{'after':>12}{'bytes a weight':>16}"
         f"{'least error':>13}"
@@ -365,7 +365,9 @@ def _table(parts: dict[str, dict[str, Any]], coming: Forecast) -> str:
     return "\n".join(lines)
 
 
-def _no_gain(checkpoint: Checkpoint, parts: dict[str, dict[str, Any]], coming: Forecast) -> str:
+def _no_gain(
+    checkpoint: Checkpoint, parts: dict[str, dict[str, Any]], coming: QuantizationForecast
+) -> str:
     from octavo.tools.quantize.scope import WORTH
 
     before, after = parts["all"]["source_bytes"], parts["all"]["bytes"]
@@ -387,7 +389,7 @@ def _no_gain(checkpoint: Checkpoint, parts: dict[str, dict[str, Any]], coming: F
     )
 
 
-def _large_ends(checkpoint: Checkpoint, recipe: Recipe, coming: Forecast) -> str | None:
+def _large_ends(checkpoint: Checkpoint, recipe: Recipe, coming: QuantizationForecast) -> str | None:
     """What to know where embedding or head stay and are a large part of what will be written."""
     from octavo.tools.quantize.forecast import sizes
     from octavo.tools.quantize.layouts import Format, scheme_of
@@ -409,7 +411,7 @@ def _large_ends(checkpoint: Checkpoint, recipe: Recipe, coming: Forecast) -> str
     )
 
 
-def _smaller(checkpoint: Checkpoint, coming: Forecast) -> list[tuple[int, str]]:
+def _smaller(checkpoint: Checkpoint, coming: QuantizationForecast) -> list[tuple[int, str]]:
     """Sizes and flags of some GGUF files that would gain, the largest, which loses least, first."""
     from octavo.tools.quantize.forecast import sizes
     from octavo.tools.quantize.layouts import Format, scheme_of
@@ -475,7 +477,11 @@ def _progress(recipe: Recipe) -> Iterator[tuple[Progress, list[int]]]:
 
 
 def _facts(
-    outcome: Outcome, recipe: Recipe, format: Format, looked: tuple[int, int], seconds: float
+    outcome: QuantizationResult,
+    recipe: Recipe,
+    format: Format,
+    looked: tuple[int, int],
+    seconds: float,
 ) -> dict[str, Any]:
     samples, length = looked
     return {

@@ -58,14 +58,14 @@ def command(
     from rich.console import Console
 
     from octavo.tools.top import live
-    from octavo.tools.top.figures import Figures, trouble_as_json
+    from octavo.tools.top.figures import ServerStats, trouble_as_json
     from octavo.tools.top.figures import as_json as facts
     from octavo.tools.top.source import Source, SourceError
 
     async def run() -> None:
         source = Source(url if "//" in url else f"http://{url}", api_key, limit, insecure=insecure)
 
-        def show_json(figures: Figures) -> None:
+        def show_json(figures: ServerStats) -> None:
             print(json_text(facts(figures, source.url)), flush=True)
 
         def miss_json(why: str) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from octavo.tools.plan.subject import Subject
     from octavo.tools.plan.tune import Search, Tuned
     from octavo.tools.plan.tune_space import Choice
-    from octavo.tools.plan.tune_trial import Trial
+    from octavo.tools.plan.tune_trial import TuneTrial
     from octavo.tools.workload.demand import Demand
 
 EXAMPLES = (
@@ -204,7 +204,7 @@ def command(
 # --- what was found ------------------------------------------------------------------------------
 
 
-def serve_command(model: str, trial: Trial) -> str:
+def serve_command(model: str, trial: TuneTrial) -> str:
     """The line that starts a server with a trial's settings."""
     from octavo.loader.pull import servable
 
@@ -218,7 +218,7 @@ def as_dict(
     slo: Slo,
     search: Search,
     tuned: Tuned,
-    speeds: Sequence[tuple[float, Trial]],
+    speeds: Sequence[tuple[float, TuneTrial]],
     notices: Sequence[str],
 ) -> dict[str, Any]:
     from octavo.tools.plan.tune_trial import met
@@ -266,7 +266,7 @@ def as_dict(
     }
 
 
-def sustained(speeds: Sequence[tuple[float, Trial]], slo: Slo) -> float | None:
+def sustained(speeds: Sequence[tuple[float, TuneTrial]], slo: Slo) -> float | None:
     """The highest speed of the load up to which the SLO was kept; None: at none that was tried."""
     from octavo.tools.plan.tune_trial import kept
 
@@ -278,7 +278,7 @@ def sustained(speeds: Sequence[tuple[float, Trial]], slo: Slo) -> float | None:
     return highest
 
 
-def settings(trial: Trial) -> dict[str, Any]:
+def settings(trial: TuneTrial) -> dict[str, Any]:
     return {
         "max_num_seqs": trial.config.max_num_seqs,
         "max_num_batched_tokens": trial.config.max_num_batched_tokens,
@@ -297,7 +297,7 @@ def settings_of(choice: Choice) -> dict[str, Any]:
     return asdict(choice)
 
 
-def trial_dict(trial: Trial, slo: Slo) -> dict[str, Any]:
+def trial_dict(trial: TuneTrial, slo: Slo) -> dict[str, Any]:
     figures = trial.figures
     return (
         settings(trial)
@@ -353,7 +353,7 @@ def as_text(
     slo: Slo,
     search: Search,
     tuned: Tuned,
-    speeds: Sequence[tuple[float, Trial]],
+    speeds: Sequence[tuple[float, TuneTrial]],
     result: Mapping[str, Any],
 ) -> str:
     best = tuned.best
@@ -449,7 +449,7 @@ def _verdict(tuned: Tuned, slo: Slo) -> list[str]:
     return lines
 
 
-def _sustained_lines(speeds: Sequence[tuple[float, Trial]], rate: float, slo: Slo) -> list[str]:
+def _sustained_lines(speeds: Sequence[tuple[float, TuneTrial]], rate: float, slo: Slo) -> list[str]:
     if not speeds:
         return ["all requests come at once: there is no rate of arrival to vary"]
     kept = sustained(speeds, slo)
@@ -466,7 +466,7 @@ def _sustained_lines(speeds: Sequence[tuple[float, Trial]], rate: float, slo: Sl
     ]
 
 
-def _spread(trials: Sequence[Trial]) -> list[Trial]:
+def _spread(trials: Sequence[TuneTrial]) -> list[TuneTrial]:
     """Some of them, first and last among them."""
     if len(trials) <= _MOST_ROWS:
         return list(trials)
@@ -485,7 +485,7 @@ def _table(tuned: Tuned, slo: Slo) -> list[str]:
         + "".join(f"{f'{n.upper()} p50':>11}{'p99 ms':>10}" for n in names)
     )
 
-    def row(label: str, trial: Trial) -> str:
+    def row(label: str, trial: TuneTrial) -> str:
         config, figures = trial.config, trial.figures
         return (
             f"{label:<18}{config.max_num_seqs:>5}{config.max_num_batched_tokens:>8}"
@@ -516,7 +516,7 @@ def _ms(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else number(value)
 
 
-def _notes(subject: Subject, device: Device, basis: str, best: Trial) -> list[str]:
+def _notes(subject: Subject, device: Device, basis: str, best: TuneTrial) -> list[str]:
     lines = []
     if best.choice.rounding:
         lines.append(

@@ -64,7 +64,7 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class EnumChoice:
     """Parses the name of one of a set."""
 
     kind: type[Enum]
@@ -123,7 +123,7 @@ def _checked(parameter: inspect.Parameter) -> inspect.Parameter:
         info.parser, info.min, info.max = number.parse, None, None
         info.help = _with_range(info.help or "", number.range)
     elif info.parser is None and isinstance(base, type) and issubclass(base, Enum):
-        choice = Choice(base)
+        choice = EnumChoice(base)
         info.parser = choice.parse
         info.metavar = info.metavar or "|".join(choice.names)
         info.autocompletion = choice.complete

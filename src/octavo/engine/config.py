@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from octavo.engine.offload import STAGING_BYTES
-from octavo.executor.build import EXECUTORS
+from octavo.executor.registry import EXECUTORS
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.rounding import PLANNED, is_known
 from octavo.models.config import ModelConfig
@@ -46,7 +46,7 @@ class EngineConfig(PolicyConfig):
     threads: int | None = None
     seed: int | None = None  # of requests that bring none; None: random
     isa: str | None = None  # force an instruction-set tier
-    executor: str = "native"  # or, for developers, one of `octavo.executor.build.EXECUTORS`
+    executor: str = "native"  # or, for developers, one of `octavo.executor.registry.EXECUTORS`
     # "int8" or "int4": round a float checkpoint while loading; for plans of GPUs also "fp8".
     quantization: str | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None  # None: no speculation

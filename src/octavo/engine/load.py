@@ -14,7 +14,7 @@ from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.engine import Engine
 from octavo.engine.offload import check_disk, make_connectors
 from octavo.engine.step_time import StepTimePredictor, guessed
-from octavo.executor.build import executor_class
+from octavo.executor.registry import executor_class
 from octavo.kv_cache.layout import KvDtype
 from octavo.loader import pull
 from octavo.loader.base import Checkpoint, CheckpointError

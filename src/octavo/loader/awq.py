@@ -16,7 +16,15 @@ import numpy.typing as npt
 from octavo.loader.base import Bytes, Quantization, Weight
 from octavo.loader.grouped import Parts
 from octavo.loader.hf_folder import HfWeights
-from octavo.loader.layout import FLOATS, Layout, Module, Setting, bits_of, sized, wide
+from octavo.loader.quantized_layout import (
+    FLOATS,
+    Layout,
+    Module,
+    QuantizationArgs,
+    bits_of,
+    sized,
+    wide,
+)
 from octavo.models.section import Section
 
 # Outputs of the low and the high nibbles of a word's four bytes.
@@ -65,7 +73,7 @@ class Awq(Layout):
             chosen = streams.reshape(-1, k // 2)[first - 8 * begin : last - 8 * begin]
             return wide(scales[:, first:last]).T, zeros[: last - first], chosen
 
-        return self.grouped(module, "qweight", (n, k), Setting(4, group), parts)
+        return self.grouped(module, "qweight", (n, k), QuantizationArgs(4, group), parts)
 
 
 def _outputs(words: npt.NDArray[Any]) -> Bytes:

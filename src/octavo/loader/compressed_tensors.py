@@ -22,11 +22,11 @@ import numpy.typing as npt
 from octavo.loader.base import Quantization, Weight
 from octavo.loader.grouped import Parts, input_order, reorder, stream_bytes
 from octavo.loader.hf_folder import HfWeights
-from octavo.loader.layout import (
+from octavo.loader.quantized_layout import (
     FLOATS,
     Layout,
     Module,
-    Setting,
+    QuantizationArgs,
     bits_of,
     distinct,
     sized,
@@ -63,8 +63,8 @@ class CompressedTensors(Layout):
         layouts, settings, symmetric, order, activations = set(), [], True, False, None
         packed = []
         # Groups, and whether they are packed: those without zero points, and without an order.
-        self.symmetric: set[tuple[Setting, bool]] = set()
-        self.ordered_as_is: set[tuple[Setting, bool]] = set()
+        self.symmetric: set[tuple[QuantizationArgs, bool]] = set()
+        self.ordered_as_is: set[tuple[QuantizationArgs, bool]] = set()
         for name in groups.values:
             group = groups.object(name)
             layout = group.text("format", whole)
@@ -136,7 +136,9 @@ class CompressedTensors(Layout):
                 streams = reorder(streams, bits, order)
             return wide(scales[first:last]), zeros(first, last), streams
 
-        return self.grouped(module, "weight_packed", (n, k), Setting(bits, group), parts, order)
+        return self.grouped(
+            module, "weight_packed", (n, k), QuantizationArgs(bits, group), parts, order
+        )
 
     def _plain(self, module: Module, n: int, k: int) -> Weight:
         weight = self.shaped(module, "weight", (n, k), "I8")
@@ -150,7 +152,7 @@ class CompressedTensors(Layout):
                 numbers = numbers[:, order]
             return wide(scales[first:last]), zeros(first, last), numbers
 
-        return self.grouped(module, "weight", (n, k), Setting(8, group), parts, order)
+        return self.grouped(module, "weight", (n, k), QuantizationArgs(8, group), parts, order)
 
     def _scales(self, module: Module, n: int, k: int) -> tuple[npt.NDArray[Any], int]:
         """[n, groups] and the inputs of a group."""
@@ -199,7 +201,12 @@ class CompressedTensors(Layout):
         return lambda first, last: words_columns(zeros.T, bits, first, last).T
 
     def _among(
-        self, groups: set[tuple[Setting, bool]], module: Module, group: int, k: int, bits: int
+        self,
+        groups: set[tuple[QuantizationArgs, bool]],
+        module: Module,
+        group: int,
+        k: int,
+        bits: int,
     ) -> bool:
         """Whether one of these groups of the configuration may be that of a module."""
         packed = "weight_packed" in module.tensors
@@ -229,7 +236,7 @@ class CompressedTensors(Layout):
             self.stored.refuse(self.name(module, "weight_g_idx"), str(error))
 
 
-def _setting(weights: Section, layout: str) -> Setting:
+def _setting(weights: Section, layout: str) -> QuantizationArgs:
     if weights.text("type", "int").lower() != "int":
         weights.fail(f"type {weights.values['type']!r} is not supported, only int")
     if weights.values.get("dynamic"):
@@ -241,7 +248,7 @@ def _setting(weights: Section, layout: str) -> Setting:
         weights.fail(f"strategy {strategy!r} is not supported; tensor, channel and group are")
     if (strategy == "group") != (group != -1):
         weights.fail(f"strategy {strategy!r} contradicts group_size {group}")
-    return Setting(bits, group)
+    return QuantizationArgs(bits, group)
 
 
 def _activations(group: Section) -> str | None:

@@ -115,7 +115,7 @@ Value = int | float | bool | str | Array
 T = TypeVar("T", int, float, bool, str)
 
 
-class TensorInfo(NamedTuple):
+class GgufTensorInfo(NamedTuple):
     """Where a tensor lies. ``shape`` is outermost first; ``offset`` is from the file's start."""
 
     format: WeightFormat
@@ -131,7 +131,7 @@ class GgufFile:
     version: int
     alignment: int
     metadata: dict[str, Value]
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, GgufTensorInfo]
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -350,7 +350,7 @@ class GgufFile:
                 )
             self.tensors[name] = info
 
-    def _tensor(self, pos: int, name: str) -> tuple[TensorInfo, int]:
+    def _tensor(self, pos: int, name: str) -> tuple[GgufTensorInfo, int]:
         (rank,) = _U32.unpack_from(self._data, pos)
         pos += 4
         if not 1 <= rank <= MAX_DIMENSIONS:
@@ -387,4 +387,4 @@ class GgufFile:
                 f"tensor {name!r} lies at offset {offset}, not a multiple of the alignment "
                 f"{self.alignment}"
             )
-        return TensorInfo(format, tuple(reversed(dims)), offset, nbytes), pos
+        return GgufTensorInfo(format, tuple(reversed(dims)), offset, nbytes), pos

@@ -22,11 +22,11 @@ import numpy.typing as npt
 from octavo.loader.base import Bytes, Quantization, Weight
 from octavo.loader.grouped import Parts, input_order, reorder, stream_bytes
 from octavo.loader.hf_folder import HfWeights
-from octavo.loader.layout import (
+from octavo.loader.quantized_layout import (
     FLOATS,
     Layout,
     Module,
-    Setting,
+    QuantizationArgs,
     bits_of,
     distinct,
     sized,
@@ -56,7 +56,7 @@ class Gptq(Layout):
         for key in ("rotation", "rotation_config", "adapter", "activation", "lora"):
             if keys.values.get(key):
                 keys.fail(f"{key} {keys.values[key]!r} is not supported")
-        base = Setting(bits_of(keys, "bits", BITS), sized(keys))
+        base = QuantizationArgs(bits_of(keys, "bits", BITS), sized(keys))
         self.settings = distinct(keys, [base, *_overrides(keys, base)])
         self.symmetric = keys.flag("sym", False)
         self.minus_one = layout == "gptq"
@@ -105,7 +105,7 @@ class Gptq(Layout):
             zeros = self._zeros(qzeros, bits, first, last)
             return wide(scales[:, first:last]).T, zeros.T, streams
 
-        return self.grouped(module, "qweight", (n, k), Setting(bits, group), parts, order)
+        return self.grouped(module, "qweight", (n, k), QuantizationArgs(bits, group), parts, order)
 
     def _zeros(self, qzeros: npt.NDArray[Any], bits: int, first: int, last: int) -> Bytes:
         """[groups, last - first]"""
@@ -135,7 +135,7 @@ class Gptq(Layout):
             self.stored.refuse(self.name(module, "g_idx"), str(error))
 
 
-def _overrides(keys: Section, base: Setting) -> list[Setting]:
+def _overrides(keys: Section, base: QuantizationArgs) -> list[QuantizationArgs]:
     """What GPTQModel's ``dynamic`` and AutoRound's ``extra_config`` say of single modules. Those of
     which they say that they stay as they are show it by their tensors.
     """
@@ -155,7 +155,7 @@ def _overrides(keys: Section, base: Setting) -> list[Setting]:
                 bits = bits_of(rule, "bits", BITS)
             if rule.values.get("group_size") is not None:
                 group = sized(rule)
-            found.append(Setting(bits, group))
+            found.append(QuantizationArgs(bits, group))
     return found
 
 

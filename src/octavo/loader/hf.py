@@ -25,7 +25,7 @@ from octavo.loader.hf_config import model_config, sizes_left_out
 from octavo.loader.hf_folder import CONFIG, HfFolder, HfWeights
 from octavo.loader.hf_special_tokens import TOKENIZER_CONFIG
 from octavo.loader.hf_tokenizer import GENERATION, hf_tokenizer
-from octavo.loader.quantization import ModelTensors
+from octavo.loader.quantization_config import ModelTensors
 from octavo.models.config import ModelConfig
 from octavo.models.families import FAMILIES, program
 

@@ -29,7 +29,7 @@ FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
 BLOCK = 32  # inputs: groups are of whole ones
 
 
-class Scheme(NamedTuple):
+class RoundingScheme(NamedTuple):
     """How the numbers of a matrix are stored."""
 
     format: WeightFormat
@@ -42,8 +42,8 @@ class Scheme(NamedTuple):
         return f"{bits} bits, {kind}, groups of {self.group}"
 
 
-INT8 = Scheme(WeightFormat.I8, 128, True)
-INT4 = Scheme(WeightFormat.I4, 64, False)
+INT8 = RoundingScheme(WeightFormat.I8, 128, True)
+INT4 = RoundingScheme(WeightFormat.I4, 64, False)
 
 # By vLLM's names: of the layers, and of the embedding and the output head.
 QUANTIZATIONS = {"int8": (INT8, INT8), "int4": (INT4, INT8)}
@@ -99,7 +99,7 @@ def rounded(checkpoint: Checkpoint, quantization: str, threads: int = 1) -> Chec
 
 
 def _rounded(
-    checkpoint: Checkpoint, weight: Weight, scheme: Scheme, pool: _native.ThreadPool
+    checkpoint: Checkpoint, weight: Weight, scheme: RoundingScheme, pool: _native.ThreadPool
 ) -> Weight:
     from octavo import _native
 

@@ -22,7 +22,7 @@ from octavo.scheduler.policies.config import field_users
 from octavo.scheduler.request import LatencyTarget
 from octavo.server.body import convert, decode_object
 from octavo.server.errors import ApiError
-from octavo.server.protocol import Slo
+from octavo.server.protocol import RequestSlo
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -110,7 +110,7 @@ class _KeyEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     may_raise_priority: bool = False
     max_requests_per_minute: int | None = None
     max_tokens_per_minute: int | None = None
-    slo: Slo | None = None
+    slo: RequestSlo | None = None
     cache_salt: Annotated[str, Meta(max_length=512)] | None = None
 
     def api_key(self) -> ApiKey:

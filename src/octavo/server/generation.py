@@ -25,7 +25,7 @@ from octavo.server.config import ServeConfig
 from octavo.server.context import RequestContext
 from octavo.server.errors import ApiError, ClientGone, as_api_error, draining, too_many
 from octavo.server.model import ServedModel
-from octavo.server.protocol import Slo
+from octavo.server.protocol import RequestSlo
 from octavo.server.reply import Output, Reply
 from octavo.server.streaming import MergedStream, Writer, send_whole
 from octavo.server.workers import SMALL, DisconnectWatch, Kind, work_on
@@ -140,7 +140,7 @@ class GenerateCall:
                 request.priority = key.priority_of(reply.request.priority)
                 request.cache_salt = key.salted(request.cache_salt)
 
-    def _target(self, asked: Slo | None) -> LatencyTarget | None:
+    def _target(self, asked: RequestSlo | None) -> LatencyTarget | None:
         """Return what the request, its key and the server promise, in this order."""
         return LatencyTarget.first_of(
             None if asked is None else asked.target(),

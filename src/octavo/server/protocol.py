@@ -96,7 +96,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 Milliseconds = Annotated[float, Meta(ge=1e-3, le=1e9)]
 
 
-class Slo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class RequestSlo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The latency that is promised, in milliseconds: to the first token, per token after it, to the
     end.
     """
@@ -148,7 +148,7 @@ class GenerateRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     return_tokens_as_token_ids: bool | None = None
 
     return_prediction_details: bool | None = None  # in the usage: draft tokens accepted or not
-    slo: Slo | None = None  # what this request is promised, in place of the server's own
+    slo: RequestSlo | None = None  # what this request is promised, in place of the server's own
 
     user: Label | None = None
     safety_identifier: Label | None = None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import octavo.loader
 from octavo.executor.base import check_weights
-from octavo.executor.build import executor_class
+from octavo.executor.registry import executor_class
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader import pull
 from octavo.loader.base import Checkpoint

@@ -1,10 +1,7 @@
 """The load that figures are taken from: what runs is what was asked for, and nothing besides."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +10,10 @@ from octavo.engine.config import EngineConfig, SettingsError
 from octavo.executor.cost import Rates
 from octavo.loader import load
 from octavo.loader.base import CheckpointError
-from octavo.tools.bench.drive import Drive, Load
+from octavo.tools.bench.drive import BatchShape, Drive
+from paths import ORACLE, TINY
 
-ORACLE = Path(__file__).parents[2] / "oracle"
-LOADS = [Load(1, 1, 3), Load(5, 16, 2), Load(3, 37, 9), Load(2, 90, 4)]
+LOADS = [BatchShape(1, 1, 3), BatchShape(5, 16, 2), BatchShape(3, 37, 9), BatchShape(2, 90, 4)]
 BUDGET = 48  # tokens a step: a prompt of 90 takes two
 
 
@@ -29,7 +26,7 @@ def drive(request: pytest.FixtureRequest) -> Iterator[Drive]:
 
 
 @pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
-def test_every_token_is_computed_once(drive: Drive, load: Load) -> None:
+def test_every_token_is_computed_once(drive: Drive, load: BatchShape) -> None:
     for _ in range(3):  # the later ones in a cache full of earlier prompts
         prompts = drive.prompts(load)
         prefill = drive.prefill(prompts)
@@ -81,22 +78,18 @@ def test_the_limit_is_of_the_steps_that_ran(drive: Drive) -> None:
 
 def test_prompts_that_fell_out_of_the_cache_are_no_endless_wait(drive: Drive) -> None:
     prompts = drive.prompts(LOADS[3]) + drive.prompts(LOADS[3])
-    with (
-        pytest.raises(RuntimeError, match="no longer held"),
-        drive.decoding(prompts, 1),
-    ):
+    with pytest.raises(RuntimeError, match="no longer held"), drive.decoding(prompts, 1):
         pass
     assert not drive.engine.has_work()
 
 
 def test_a_load_beyond_the_context_is_refused() -> None:
     with pytest.raises(SettingsError, match="prompt and output take"):
-        Drive.load(ORACLE / "tiny-llama.gguf", EngineConfig(), [Load(1, 1 << 20, 1)])
+        Drive.load(TINY, EngineConfig(), [BatchShape(1, 1 << 20, 1)])
 
 
 def test_a_model_that_gives_no_numbers_is_named() -> None:
-    path = ORACLE / "tiny-llama.gguf"
-    checkpoint = load(path)
+    checkpoint = load(TINY)
     norm = checkpoint.weights["output_norm"]
     spoilt = np.full(norm.shape, np.nan, np.float32).view(np.uint8)
     weights = checkpoint.weights | {"output_norm": norm._replace(source=spoilt)}

@@ -1,7 +1,5 @@
 """The search for the layers that draft best: its arithmetic, and what it measures."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +30,8 @@ from octavo.tools.bench.layer_search import (
     eliminate,
     search,
 )
+from paths import ORACLE, TINY
 
-ORACLES = Path(__file__).parents[2] / "oracle"
 FLAT = [1.0] * (DEPTH + 1)  # a pass costs the same, whatever the tokens
 
 
@@ -135,7 +133,6 @@ def by_hand(found: Answers, checkpoint: Checkpoint, layers: Layers, depth: int) 
             np.empty((0, 2), np.int32),
         )
         logits = executor.execute(batch, number).logits
-        assert logits is not None
         return int(logits[0].argmax())
 
     right = np.zeros(depth)
@@ -196,7 +193,7 @@ def test_layers_that_do_nothing_are_skipped() -> None:
 
 
 def test_what_is_found_can_be_served(tmp_path: Path) -> None:
-    path = ORACLES / "tiny-llama-legacy.gguf"
+    path = ORACLE / "tiny-llama-legacy.gguf"
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, and so on and so forth. " * 60)
     found = search(str(path), EngineConfig(threads=1), text=text, positions=32)
@@ -215,7 +212,7 @@ def test_what_is_found_can_be_served(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_searched_is_refused(tmp_path: Path) -> None:
-    path = str(ORACLES / "tiny-llama-legacy.gguf")
+    path = str(ORACLE / "tiny-llama-legacy.gguf")
     text = tmp_path / "text.txt"
     text.write_text("A few words.")
     with pytest.raises(SettingsError, match="has 1 prompt of"):
@@ -228,8 +225,6 @@ def test_what_cannot_be_searched_is_refused(tmp_path: Path) -> None:
 
 def test_options_that_the_search_has_no_use_for_are_refused() -> None:
     for name in ("--max-num-seqs", "--max-model-len", "--kv-cache-memory", "--speculative-config"):
-        result = CliRunner().invoke(
-            app, ["search", "layer-skip", str(ORACLES / "tiny-llama.gguf"), name, "7"]
-        )
+        result = CliRunner().invoke(app, ["search", "layer-skip", str(TINY), name, "7"])
         assert result.exit_code == 2
         assert f"No such option: {name}" in result.output

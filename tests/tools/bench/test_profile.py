@@ -1,7 +1,5 @@
 """Whose layer an op and a region is."""
 
-from __future__ import annotations
-
 import pytest
 
 from executor import tiny

@@ -1,7 +1,5 @@
 """The sums of continuous batching beside the engine itself, simulated, and beside arithmetic."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,9 @@ from octavo.kv_cache.layout import KvLayout
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.scheduler import Scheduler
-from octavo.tools.plan.batching import (
+from octavo.tools.plan.continuous_batching import (
     Batching,
-    Limits,
+    EngineLimits,
     LinearStep,
     Load,
     ModelStep,
@@ -33,8 +31,8 @@ from octavo.tools.plan.batching import (
 )
 from octavo.tools.plan.hardware import Device
 from octavo.tools.plan.lengths import Lengths, parse
+from octavo.tools.plan.load_replay import Replay, replay
 from octavo.tools.plan.quantization import cost_model, in_scheme
-from octavo.tools.plan.replay import Replay, replay
 from octavo.tools.plan.schemes import scheme
 from octavo.tools.plan.simulation import Setup, simulated_engine
 from octavo.tools.plan.subject import Subject
@@ -50,7 +48,7 @@ LINEAR = LinearStep(0.02, 0.0005, 0.00002)
 class LinearExecutor:
     """Takes the time of a `LinearStep` and computes nothing."""
 
-    def __init__(self, step: LinearStep, layout: KvLayout, limits: Limits) -> None:
+    def __init__(self, step: LinearStep, layout: KvLayout, limits: EngineLimits) -> None:
         self.layout, self.num_blocks = layout, 1 << 15
         self.max_tokens = limits.max_num_batched_tokens
         self.max_logits_rows = limits.max_num_seqs
@@ -73,7 +71,7 @@ class LinearExecutor:
         pass
 
 
-def linear_engine(step: LinearStep, limits: Limits, static: bool = False) -> Engine:
+def linear_engine(step: LinearStep, limits: EngineLimits, static: bool = False) -> Engine:
     layout = KvLayout.of(LLAMA.program.config)
     config = SchedulerConfig(
         max_model_len=8192,
@@ -93,7 +91,7 @@ def linear_engine(step: LinearStep, limits: Limits, static: bool = False) -> Eng
     )
 
 
-def model_engine(limits: Limits) -> Engine:
+def model_engine(limits: EngineLimits) -> Engine:
     config = EngineConfig(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -136,7 +134,7 @@ def tokens_per_second(done: Replay) -> float:
 
 
 def both(
-    step: StepTime, engine: Engine, load: Load, limits: Limits, count: int
+    step: StepTime, engine: Engine, load: Load, limits: EngineLimits, count: int
 ) -> tuple[Batching, Replay]:
     done = replay(engine, samples(load, count))
     assert all(record.success for record in done.records)
@@ -167,7 +165,7 @@ def check_below(found: Batching, done: Replay, rate: float) -> None:
     ],
 )
 def test_below_saturation(prompts: str, outputs: str, rate: float, count: int) -> None:
-    limits = Limits(32, 512)
+    limits = EngineLimits(32, 512)
     load = Load(parse(prompts), parse(outputs), rate)
     found, done = both(LINEAR, linear_engine(LINEAR, limits), load, limits, count)
     check_below(found, done, rate)
@@ -183,7 +181,7 @@ def test_below_saturation(prompts: str, outputs: str, rate: float, count: int) -
     ],
 )
 def test_beyond_saturation(prompts: str, outputs: str, max_num_seqs: int, limit: str) -> None:
-    limits = Limits(max_num_seqs, 512)
+    limits = EngineLimits(max_num_seqs, 512)
     load = Load(parse(prompts), parse(outputs), 100.0)
     found, done = both(LINEAR, linear_engine(LINEAR, limits), load, limits, 900)
     assert found.saturated
@@ -192,7 +190,7 @@ def test_beyond_saturation(prompts: str, outputs: str, max_num_seqs: int, limit:
 
 
 def test_a_model_on_a_device_below_saturation() -> None:
-    limits = Limits(64, 1024)
+    limits = EngineLimits(64, 1024)
     load = Load(parse("lognormal:512,0.8"), parse("geometric:100"), 20.0)
     found, done = both(model_step(), model_engine(limits), load, limits, 800)
     check_below(found, done, 20.0)
@@ -206,7 +204,7 @@ def test_a_model_on_a_device_below_saturation() -> None:
     ],
 )
 def test_a_model_on_a_device_beyond_saturation(prompts: str, outputs: str, limit: str) -> None:
-    limits = Limits(64, 1024)
+    limits = EngineLimits(64, 1024)
     load = Load(parse(prompts), parse(outputs), 500.0)
     found, done = both(model_step(), model_engine(limits), load, limits, 900)
     assert found.saturation.limit == limit
@@ -215,7 +213,7 @@ def test_a_model_on_a_device_beyond_saturation(prompts: str, outputs: str, limit
 
 def test_static_batches_beside_the_engines() -> None:
     """Equal hardware, the same requests: several times apart, and each as the sums have it."""
-    limits = Limits(32, 512)
+    limits = EngineLimits(32, 512)
     step = LinearStep(0.02, 0.0001)
     load = Load(parse("64"), parse("geometric:100"), 1000.0)
     found = batching(step, load, limits)
@@ -237,11 +235,10 @@ def test_by_hand() -> None:
     second at most, 400 tokens. At 3 a second 6 run (Little), and each sees the same steps.
     """
     load = Load(parse("50"), parse("100"), 3.0)
-    found = batching(LinearStep(0.02), load, Limits(8, 512))
+    found = batching(LinearStep(0.02), load, EngineLimits(8, 512))
     assert found.saturation.requests_per_second == pytest.approx(4)
     assert found.saturation.tokens_per_second == pytest.approx(400)
     assert found.utilisation == pytest.approx(0.75)
-    assert found.fixed_point is not None
     assert found.fixed_point.running == pytest.approx(6)
     assert found.spread.running == pytest.approx(6)  # Little, whatever the spread
     assert found.load.context == pytest.approx(50 + 49)
@@ -258,16 +255,17 @@ def test_a_step_that_grows_with_its_batch() -> None:
     r = 1 + a ÷ b.
     """
     a, b, rate, steps = 0.01, 0.001, 4.0, 100
-    found = batching(LinearStep(a, b), Load(parse("10"), parse("100"), rate), Limits(400, 512))
+    found = batching(
+        LinearStep(a, b), Load(parse("10"), parse("100"), rate), EngineLimits(400, 512)
+    )
     p = rate * steps * b
     # The first of the steps reads and does not decode: a hundredth less of b.
     assert found.spread.running == pytest.approx((1 + a / b) * p / (1 - p), rel=0.02)
-    assert found.fixed_point is not None
     assert found.fixed_point.running == pytest.approx(found.spread.running, rel=0.01)
 
 
 def test_nothing_arrives_and_too_much_arrives() -> None:
-    limits = Limits(8, 512)
+    limits = EngineLimits(8, 512)
     none = batching(LINEAR, Load(parse("50"), parse("100"), 0.0), limits)
     assert (none.spread.running, none.spread.idle, none.fixed_point) == (0, 1, None)
     assert not none.saturated
@@ -279,11 +277,11 @@ def test_nothing_arrives_and_too_much_arrives() -> None:
 
 def test_a_cache_for_fewer_than_may_run() -> None:
     load = Load(parse("50"), parse("100"), 0.0)
-    found = batching(LinearStep(0.02), load, Limits(64, 512, cached_seqs=12.5))
+    found = batching(LinearStep(0.02), load, EngineLimits(64, 512, cached_seqs=12.5))
     assert found.saturation.limit == "cache"
     assert found.saturation.requests_per_second == pytest.approx(12.5 / 2)
     with pytest.raises(ValueError, match=r"holds 0\.4 sequences"):
-        batching(LinearStep(0.02), load, Limits(64, 512, cached_seqs=0.4))
+        batching(LinearStep(0.02), load, EngineLimits(64, 512, cached_seqs=0.4))
 
 
 @given(
@@ -295,11 +293,11 @@ def test_a_cache_for_fewer_than_may_run() -> None:
     seqs=st.integers(1, 128),
     share=st.floats(0.01, 0.98),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_what_holds_for_any_load(
     constant: float, each: float, token: float, prompt: int, output: int, seqs: int, share: float
 ) -> None:
-    step, limits = LinearStep(constant, each, token), Limits(seqs, 512)
+    step, limits = LinearStep(constant, each, token), EngineLimits(seqs, 512)
     lengths = Lengths.fixed(prompt), Lengths.geometric(output)
     most = batching(step, Load(*lengths, 0.0), limits).saturation
     found = batching(step, Load(*lengths, share * most.requests_per_second), limits)
@@ -322,7 +320,9 @@ def test_what_holds_for_any_load(
 def test_prompts_shorter_than_what_a_step_is_divided_into(prompt: int, most: float) -> None:
     """1 ms a token of a prompt and next to nothing else: 1000 ÷ prompt requests a second."""
     step = LinearStep(1e-6, 0, 1e-3)
-    found = batching(step, Load(Lengths.fixed(prompt), Lengths.fixed(2), 0.0), Limits(64, 2048))
+    found = batching(
+        step, Load(Lengths.fixed(prompt), Lengths.fixed(2), 0.0), EngineLimits(64, 2048)
+    )
     assert found.saturation.requests_per_second == pytest.approx(most, rel=1e-3)
 
 
@@ -338,20 +338,22 @@ def test_prompts_shorter_than_what_a_step_is_divided_into(prompt: int, most: flo
     budget=st.sampled_from([64, 100, 512, 2048]),
 )
 @example(1.0, Lengths.geometric(153.875), 22, 13, 100)  # 20 full steps and 3/8 of a token
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_no_prompt_is_lost(
     token: float, prompts: Lengths, output: int, seqs: int, budget: int
 ) -> None:
     """What all prompts of a second take is at most a second; and static batches lose none."""
     step, load = LinearStep(1e-9, 0, token), Load(prompts, Lengths.geometric(output), 0.0)
-    found = batching(step, load, Limits(seqs, budget))
+    found = batching(step, load, EngineLimits(seqs, budget))
     for rate in (found.saturation.requests_per_second, found.static.requests_per_second):
         assert rate * prompts.mean * token <= 1 + 1e-6
     assert found.saturation.requests_per_second * prompts.mean * token > 0.99
 
 
 def test_prompts_of_very_many_steps() -> None:
-    found = batching(LINEAR, Load(Lengths.fixed(200_000), Lengths.fixed(5), 1e-5), Limits(8, 16))
+    found = batching(
+        LINEAR, Load(Lengths.fixed(200_000), Lengths.fixed(5), 1e-5), EngineLimits(8, 16)
+    )
     assert found.saturation.requests_per_second * 200_000 * LINEAR.per_prompt_token < 1
     assert 12_500 * LINEAR.constant < found.ttft_seconds < 2 * 12_500 * LINEAR.constant
     assert found.tpot_seconds >= 0
@@ -359,12 +361,12 @@ def test_prompts_of_very_many_steps() -> None:
 
 def test_a_cache_for_less_than_two() -> None:
     load = Load(parse("3000"), parse("100"), 0.001)
-    found = batching(LINEAR, load, Limits(64, 512, cached_seqs=1.5))
+    found = batching(LINEAR, load, EngineLimits(64, 512, cached_seqs=1.5))
     assert found.tpot_seconds >= LINEAR.constant
 
 
 def test_a_static_batch_that_does_not_fit_the_cache() -> None:
-    load, limits = Load(parse("50"), parse("100"), 0.0), Limits(64, 512, cached_seqs=12.5)
+    load, limits = Load(parse("50"), parse("100"), 0.0), EngineLimits(64, 512, cached_seqs=12.5)
     assert batching(LINEAR, load, limits, 12).static.size == 12
     with pytest.raises(ValueError, match=r"--static-batch 13: the cache holds 12\.5 sequences"):
         batching(LINEAR, load, limits, 13)
@@ -463,9 +465,7 @@ def test_what_is_refused(arguments: tuple[str, ...], message: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "has no request"),
         (["2023-11-16 18:00:00,1,1"], "give --request-rate"),
-        (["2023-11-16 18:00:00,1,-1"], ":2: GeneratedTokens"),
         (["2023-11-16 18:00:05,1,1", "2023-11-16 18:00:00,1,1"], ":3"),
         (["2023-11-16 18:00:00,1,9000000", "2023-11-16 18:00:05,1,1"], "more than"),
     ],

@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import strict_json
-from executor.test_limits import made_up
+from faults import patch
+from machine.test_limits import made_up
 from octavo.cli import app
 from octavo.cli.calibrate import as_text, disturbance
 from octavo.engine.calibration import Calibration, CalibrationKey, KindError, Moment, Prediction
@@ -35,8 +35,9 @@ from octavo.tools.plan.calibrating import misfit
 from octavo.tools.plan.fitting import Observation, fit, kind_of, slowness
 from octavo.tools.plan.hardware import Device
 from octavo.tools.plan.observing import Unobservable, observe, probe
-from octavo.tools.plan.quantization import Stored
+from octavo.tools.plan.quantization import StoredWeights
 from octavo.tools.plan.simulation import Setup, simulated_engine
+from paths import TINY
 
 CONFIG = ModelConfig(
     family="llama",
@@ -206,7 +207,7 @@ def test_few_steps_are_refused() -> None:
         fit(COSTS, observed(TRUE, 0.0)[:19], LIMITS, 2)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10**6), st.floats(1.0, 16.0), st.floats(1.0, 16.0))
 def test_parts_add_up_to_the_step(seed: int, knee: float, attention_knee: float) -> None:
     rates = replace(TRUE, knee=knee, attention_knee=attention_knee)
@@ -244,6 +245,7 @@ def test_rates_that_no_machine_has_are_refused() -> None:
 def own_cache(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_HOME", str(tmp_path))
     monkeypatch.delenv("OCTAVO_ISA", raising=False)
+    monkeypatch.setattr(Limits, "measure", lambda *_, **__: made_up())
 
 
 TWO = EngineConfig(threads=2)
@@ -360,11 +362,7 @@ def test_nothing_else_gets_it() -> None:
         replace(key(), cpu="another"),
         replace(key(), kernels="another"),
         CalibrationKey.of(
-            PROGRAM,
-            formats | {"layers.3.ffn_up": WeightFormat.Q4_0},
-            {},
-            LAYOUT,
-            EngineConfig(threads=2),
+            PROGRAM, formats | {"layers.3.ffn_up": WeightFormat.Q4_0}, {}, LAYOUT, TWO
         ),
     ]
     assert all(Calibration.load(other) is None for other in others)
@@ -457,7 +455,7 @@ def setup(measured: bool = True, threads: int = 2) -> Setup:
     sizes = {role: 2 * math.prod(shape) for role, shape in PROGRAM.weights.items()}
     return Setup(
         planned.Subject("a model", PROGRAM),
-        Stored("as stored", formats, sizes, None, {}),
+        StoredWeights("as stored", formats, sizes, None, {}),
         Device("a machine", lambda _: LIMITS, 1 << 30, measured=measured),
         EngineConfig(threads=threads, kv_cache_memory_bytes=1 << 24),
     )
@@ -466,7 +464,6 @@ def setup(measured: bool = True, threads: int = 2) -> Setup:
 def test_the_simulator_takes_what_is_stored() -> None:
     def rates(of: Setup) -> Rates:
         executor = simulated_engine(of).executor
-        assert isinstance(executor, SimulatedExecutor)
         return executor.rates
 
     assert rates(setup()) == LIMITS
@@ -549,7 +546,6 @@ def test_a_probe_sees_how_fast_memory_and_processor_are(memory: float, processor
     """In 3 seconds on a simulated machine, and leaves nothing behind."""
     calibration(key()).save()
     engine = simulated_engine(setup())
-    assert isinstance(engine.executor, SimulatedExecutor)
     engine.executor.rates = TRUE.slowed(memory, processor)
     seen = probe(engine, seed=3)
     assert engine.clock.now() == pytest.approx(3.0, abs=0.3)
@@ -565,26 +561,12 @@ def test_a_probe_sees_how_fast_memory_and_processor_are(memory: float, processor
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("budget", [1, 7])
-def test_a_small_engine_is_probed_too(budget: int) -> None:
-    config = EngineConfig(
-        threads=2, max_num_seqs=budget, max_num_batched_tokens=budget, max_model_len=32,
-        kv_cache_memory_bytes=1 << 26,
-    )  # fmt: skip
-    engine = simulated_engine(replace(setup(), config=config))
-    assert probe(engine, seconds=1.0)
-    engine.check_integrity()
-
-
 def test_a_refresh_keeps_the_calibration() -> None:
     """On a real engine, whose speed is anybody's guess."""
-    pytest.importorskip("octavo._native")
-    model = Path(__file__).parents[2] / "oracle" / "tiny-llama.gguf"
-    loaded = load_engine(model, EngineConfig(threads=1, kv_cache_memory_bytes=8 << 20))
+    loaded = load_engine(TINY, EngineConfig(threads=1, kv_cache_memory_bytes=8 << 20))
     try:
         stored = calibration(CalibrationKey.loaded(loaded))
         fresh = calibrating.refreshed(stored, loaded, seconds=0.1)
-        assert fresh.moment is not None
         assert fresh.moment.steps >= 20
         assert replace(fresh, moment=None) == stored
         assert fresh.current == TRUE.slowed(fresh.moment.memory, fresh.moment.processor)
@@ -596,16 +578,14 @@ def test_a_refresh_keeps_the_calibration() -> None:
 
 def test_confirming_sees_how_fast_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is compared with what is predicted for that speed; the search's own figures stay."""
-    pytest.importorskip("octavo._native")
     moment = Moment(40.0, 40.0, "2026-05-06T07:08:09+00:00", 99)
     monkeypatch.setattr(calibrating, "refreshed", lambda self, _: replace(self, moment=moment))
-    model = Path(__file__).parents[2] / "oracle" / "tiny-llama.gguf"
-    loaded = load_engine(model, EngineConfig(threads=1, kv_cache_memory_bytes=8 << 20))
+    loaded = load_engine(TINY, EngineConfig(threads=1, kv_cache_memory_bytes=8 << 20))
     stored = calibration(CalibrationKey.loaded(loaded))
     loaded.engine.close()
     stored.save()
     shown = CliRunner().invoke(app, [
-        "tune", str(model), "--slo", "ttft=500", "--threads", "1", "--max-num-seqs", "4",
+        "tune", str(TINY), "--slo", "ttft=500", "--threads", "1", "--max-num-seqs", "4",
         "--kv-cache-memory-bytes", "8MiB", "--num-prompts", "6", "--request-rate", "40",
         "--random-input-len", "20", "--random-output-len", "8", "--trials", "2", "--lossless",
         "--confirm", "--json",
@@ -617,20 +597,17 @@ def test_confirming_sees_how_fast_the_machine_is(monkeypatch: pytest.MonkeyPatch
     assert "of 2026-05-06T07:08:09+00:00" in found["confirmed"]["basis"]
     assert "at the speed that the machine had then" in found["basis"]
     kept = Calibration.load(stored.key)
-    assert kept is not None
     assert kept.moment == moment
 
 
 def test_the_command_refreshes_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("octavo._native")
     monkeypatch.setattr(
         calibrating,
         "refreshed",
         lambda self, _: replace(self, moment=Moment(1.3, 0.95, "2026-05-06T07:08:09+00:00", 99)),
     )
-    model = str(Path(__file__).parents[2] / "oracle" / "tiny-llama.gguf")
     config = EngineConfig(threads=1, kv_cache_memory_bytes=8 << 20)
-    command = ["calibrate", model, "--refresh", "--threads", "1"]
+    command = ["calibrate", str(TINY), "--refresh", "--threads", "1"]
     command += ["--kv-cache-memory-bytes", str(8 << 20)]
     with monkeypatch.context() as unloaded:
         unloaded.setattr("octavo.engine.load.load_engine", None)  # refused before that
@@ -638,7 +615,7 @@ def test_the_command_refreshes_what_is_stored(monkeypatch: pytest.MonkeyPatch) -
         assert "run octavo calibrate without --refresh" in str(nothing.exception)
         speculating = [*command[:2], "--speculative-config", '{"method": "ngram"}']
         assert "calibrate without it" in str(CliRunner().invoke(app, speculating).exception)
-    loaded = load_engine(Path(model), config)
+    loaded = load_engine(TINY, config)
     stored = calibration(CalibrationKey.loaded(loaded))
     loaded.engine.close()
     assert CalibrationKey.of_checkpoint(loaded.checkpoint, config) == stored.key
@@ -647,7 +624,6 @@ def test_the_command_refreshes_what_is_stored(monkeypatch: pytest.MonkeyPatch) -
     assert shown.exit_code == 0, shown.output
     assert "memory took 1.30 and the processor 0.95 times as long" in shown.output
     found = Calibration.load(stored.key)
-    assert found is not None
     assert found.moment == Moment(1.3, 0.95, "2026-05-06T07:08:09+00:00", 99)
     as_json = CliRunner().invoke(app, [*command, "--json"])
     assert strict_json.loads(as_json.stdout)["moment"]["memory"] == 1.3
@@ -661,7 +637,7 @@ def test_steps_include_the_admission_of_their_requests() -> None:
         admit(request, record)
         engine.clock.advance(1.0)
 
-    engine.admit = slowly  # type: ignore[method-assign]
+    patch(engine, admit=slowly)
     seen = observe(engine, seconds=200.0)
     prompts = [each for each in seen if kind_of(each.batch).startswith("prompt")]
     first = [each for each in prompts if each.batch.positions[0] == 0]  # chunk of a prompt
@@ -671,26 +647,21 @@ def test_steps_include_the_admission_of_their_requests() -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 4, 7])
-def test_a_small_budget_is_shown_too(budget: int) -> None:
+def test_a_small_budget_is_shown_and_probed_too(budget: int) -> None:
     """Prompts of no more tokens than a step takes, be they ever so few."""
     config = EngineConfig(
-        threads=2,
-        max_num_seqs=budget,
-        max_num_batched_tokens=budget,
-        max_model_len=64,
-        kv_cache_memory_bytes=1 << 28,
-    )
+        threads=2, max_num_seqs=budget, max_num_batched_tokens=budget, max_model_len=64,
+        kv_cache_memory_bytes=1 << 26,
+    )  # fmt: skip
     engine = simulated_engine(replace(setup(), config=config))
-    seen = observe(engine, seconds=2.0)
-    assert max(each.batch.num_tokens for each in seen) == budget
+    assert max(each.batch.num_tokens for each in observe(engine, seconds=2.0)) == budget
+    assert probe(engine, seconds=1.0)
     engine.check_integrity()
 
 
 def test_what_cannot_be_observed_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("octavo._native")
-    monkeypatch.setattr(Limits, "measure", lambda **_: made_up())
     config = EngineConfig(threads=1, kv_cache_memory_bytes=8 << 20)
-    loaded = load_engine(Path(__file__).parents[2] / "oracle" / "tiny-llama.gguf", config)
+    loaded = load_engine(TINY, config)
 
     def broken(_: Batch) -> StepResult:
         raise RuntimeError("no arithmetic today")
@@ -709,7 +680,7 @@ def test_a_request_that_fails_ends_it() -> None:
     def broken(_: Batch) -> StepResult:
         raise RuntimeError("no arithmetic today")
 
-    engine.executor.execute = broken  # type: ignore[method-assign]
+    patch(engine.executor, execute=broken)
     with pytest.raises(Unobservable, match="no arithmetic today"):
         observe(engine, seconds=1.0)
     assert engine.observers == []

@@ -1,7 +1,5 @@
 """Distributions of lengths: what they are said to be, and what comes of many of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

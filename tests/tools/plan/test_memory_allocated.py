@@ -1,7 +1,5 @@
 """What is predicted is what the engine allocates, byte for byte (architecture, invariant 7)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -22,29 +20,29 @@ from octavo.loader import load
 from octavo.loader.base import Checkpoint, Tokenizer, Weight, WeightFormat
 from octavo.loader.rounding import rounded
 from octavo.models import families
-from octavo.tools.plan.memory import Draft, Load, Place, need
+from octavo.tools.plan.memory_plan import DeviceMemory, PlannedDraftModel, ServingLoad, need
 from octavo.tools.plan.quantization import as_rounded, as_stored, held, in_scheme
 from octavo.tools.plan.schemes import GGUF, scheme
 from octavo.tools.plan.subject import Subject
 from oracle.tiny_folders import FAMILIES, QUANTIZED, folder, quantized_folder
+from paths import ORACLE
 
-HERE = Place("here", 1 << 40, here=True)
-ORACLE = FAMILIES.parent
+HERE = DeviceMemory("here", 1 << 40, here=True)
+
 GGUFS = sorted(path.name for path in ORACLE.glob("*.gguf"))
 FOLDERS = sorted(path.name for path in FAMILIES.iterdir())
 
 
-def load_of(subject: Subject, **changes: object) -> Load:
+def load_of(subject: Subject, **changes: object) -> ServingLoad:
     stored = as_stored(subject)
     assert stored is not None
-    made = Load(subject, stored, 64, 1, KvDtype.BF16, EngineConfig())
+    made = ServingLoad(subject, stored, 64, 1, KvDtype.BF16, EngineConfig())
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def check(path: Path, planned: Load, **settings: object) -> None:
+def check(path: Path, planned: ServingLoad, **settings: object) -> None:
     """Loads it with the planned cache, and compares."""
     predicted = need(replace(planned, config=replace(planned.config, memory_utilization=1.0)), HERE)
-    assert predicted is not None
     config = replace(
         planned.config,
         max_model_len=planned.context,
@@ -100,12 +98,7 @@ def test_every_model_takes_what_is_predicted(
     block_size=st.sampled_from([16, 32, 48]),
 )
 def test_whatever_context_users_and_blocks(
-    models: dict[str, Path],
-    name: str,
-    dtype: KvDtype,
-    context: int,
-    users: int,
-    block_size: int,
+    models: dict[str, Path], name: str, dtype: KvDtype, context: int, users: int, block_size: int
 ) -> None:
     subject = Subject.of(load(models[name]))
     context = min(context, subject.program.config.context_length)
@@ -162,7 +155,7 @@ def test_every_format(family: str, format: WeightFormat, isa: str) -> None:
     if format is WeightFormat.I3:
         own = scheme("gptq", 3, 64)
     stored = in_scheme(subject, own, own)
-    planned = Load(subject, stored, 64, 1, KvDtype.BF16, EngineConfig(isa=isa))
+    planned = ServingLoad(subject, stored, 64, 1, KvDtype.BF16, EngineConfig(isa=isa))
     weights = {}
     for role, shape in subject.program.weights.items():
         matrix = len(shape) > 1
@@ -201,7 +194,7 @@ def test_a_draft_model_beside_it(dtype: KvDtype, models: dict[str, Path]) -> Non
         users=5,
         dtype=dtype,
         config=EngineConfig(speculative_config=speculation),
-        draft=Draft(subject, stored),
+        draft=PlannedDraftModel(subject, stored),
     )
     check(path, planned)
 

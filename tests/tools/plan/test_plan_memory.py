@@ -1,9 +1,8 @@
 """Memory as sums: the field's worked values, factors that multiply, and what fits."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,17 @@ from octavo.kv_cache.cache import peak_blocks
 from octavo.kv_cache.layout import KvDtype
 from octavo.loader.base import CheckpointError
 from octavo.tools.plan.hardware import PUBLISHED
-from octavo.tools.plan.memory import (
-    KvCache,
-    Load,
-    Place,
+from octavo.tools.plan.memory_plan import (
+    DeviceMemory,
+    KvCacheSize,
+    ServingLoad,
     alternatives,
     kv_cache_bytes,
     kv_cache_steps,
     narrower,
     need,
 )
-from octavo.tools.plan.quantization import as_asked, in_scheme
+from octavo.tools.plan.quantization import StoredWeights, as_asked, in_scheme
 from octavo.tools.plan.schemes import scheme
 from octavo.tools.plan.simulation import Setup, weights_on
 from octavo.tools.plan.subject import Subject
@@ -92,10 +91,11 @@ def test_the_engine_has_the_same_cache() -> None:
             stored = weights_on(device, subject)
             cache, layout = Setup(subject, stored, device, config).plan()
             assert device.memory_bytes is not None
-            place = Place(device.name, device.memory_bytes, here, gpu=not here)
+            place = DeviceMemory(device.name, device.memory_bytes, here, gpu=not here)
             asked = place.usual(replace(EngineConfig(), **given), given)
-            found = need(Load(subject, as_asked(subject), 8192, 1, KvDtype.BF16, asked), place)
-            assert found is not None
+            found = need(
+                ServingLoad(subject, as_asked(subject), 8192, 1, KvDtype.BF16, asked), place
+            )
             assert (found.weight_bytes, found.work_bytes) == (stored.bytes, cache.work_bytes)
             assert found.budget // layout.block_bytes == cache.num_blocks
 
@@ -143,7 +143,7 @@ def test_factors_multiply_and_terms_add_up(
     dtype: KvDtype,
     block_size: int,
 ) -> None:
-    cache = KvCache.made_of(layers, kv_heads, head_dim, context, users, dtype, block_size)
+    cache = KvCacheSize.made_of(layers, kv_heads, head_dim, context, users, dtype, block_size)
     assert prod(cache.factors.values()) == cache.numbers
     assert cache.numbers + cache.scales + cache.padding == cache.bytes
     assert cache.padding >= 0
@@ -156,6 +156,15 @@ def test_factors_multiply_and_terms_add_up(
     assert f"{cache.numbers:,}" in " ".join(cache.steps)
 
 
+@cache
+def stored(name: str) -> tuple[Subject, StoredWeights, list[StoredWeights]]:
+    """A model, its weights in BF16, and narrower ones."""
+    subject, bf16 = Subject.find(name), scheme("bf16")
+    weights = in_scheme(subject, bf16, bf16)
+    load = ServingLoad(subject, weights, 1, 1, KvDtype.BF16, EngineConfig())
+    return subject, weights, narrower(load, DeviceMemory("somewhere", 0))
+
+
 @given(
     name=st.sampled_from(["llama-3-8b", "gemma-3-270m", "gemma-2-2b", "mistral-7b-v0.1"]),
     context=st.integers(1, 8192),
@@ -166,23 +175,19 @@ def test_factors_multiply_and_terms_add_up(
 def test_whatever_is_said_to_fit_fits(
     name: str, context: int, users: int, dtype: KvDtype, memory: int
 ) -> None:
-    subject = Subject.find(name)
-    bf16 = scheme("bf16")
-    stored = in_scheme(subject, bf16, bf16)
-    load = Load(subject, stored, context, users, dtype, EngineConfig())
-    place = Place("somewhere", memory)
+    subject, weights, less = stored(name)
+    load = ServingLoad(subject, weights, context, users, dtype, EngineConfig())
+    place = DeviceMemory("somewhere", memory)
     found = need(load, place)
-    assert found is not None
     assert found.kv_bytes == load.cache.paged_bytes
     assert found.kv_bytes == users * peak_blocks(load.layout, context) * load.layout.block_bytes
     assert found.fits == (found.sequences >= users) == (found.context >= context)
     if found.fits:
         assert found.bytes <= memory
         return
-    others = alternatives(load, narrower(load, place), place)
+    others = alternatives(load, less, place)
     for other in others:
         again = need(other.load, place)
-        assert again is not None
         assert again.fits
         assert again == other.need
         assert other.changed

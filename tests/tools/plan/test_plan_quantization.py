@@ -1,7 +1,5 @@
 """The arithmetic of formats, by hand, for models known by their config.json."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -12,8 +10,8 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import strict_json
-from executor.test_limits import made_up
 from loader.quantized_writer import gptq, gptq_config, quantize_all, quantized
+from machine.test_limits import made_up
 from octavo.cli import app
 from octavo.cli.plan.quantization import EXAMPLES
 from octavo.engine.config import EngineConfig, SettingsError
@@ -187,10 +185,7 @@ def test_the_parts_add_up_to_the_cost_models_step(tmp_path: Path) -> None:
         arithmetic=dict.fromkeys(gemma.program.weights, Arithmetic.INT8),
         attention=Arithmetic.BF16,
     )
-    for phase, batch in (
-        (found.decode, decode_batch(1, 900)),
-        (found.prefill, prefill_batch(700)),
-    ):
+    for phase, batch in ((found.decode, decode_batch(1, 900)), (found.prefill, prefill_batch(700))):
         cost = model.step(batch, BALANCED)
         assert phase.ops == cost.ops
         assert phase.bytes == cost.weight_bytes + cost.kv_bytes
@@ -221,12 +216,10 @@ def test_what_a_file_has_and_the_engine_holds(tmp_path: Path) -> None:
     checkpoint = load(path)
     talking = Subject.of(checkpoint)
     stored = as_stored(talking)
-    assert stored is not None
     assert stored.part_bytes("layers") == 2 * sum(
         rows * columns for rows, columns in talking.matrices().values()
     )
     own = held(talking, stored)
-    assert own is not None
     loaded = load_engine(path, EngineConfig(kv_cache_memory_bytes=4 << 20, max_num_seqs=8))
     assert sum(own.values()) == loaded.weight_bytes
     loaded.engine.close()
@@ -238,7 +231,6 @@ def test_a_quantized_file_takes_what_its_tensors_take(tmp_path: Path) -> None:
     path = folder("llama", tmp_path / "m")
     quantize_all(path, gptq_config(4, 32), lambda x: (m := quantized(x, 4, 32), gptq(m)))
     stored = as_stored(Subject.of(load(path)))
-    assert stored is not None
     tensors = load_file(path / "model.safetensors")
     for part, name in (("attn_q", "self_attn.q_proj"), ("ffn_down", "mlp.down_proj")):
         size = sum(x.nbytes for key, x in tensors.items() if f"layers.0.{name}." in key)
@@ -253,7 +245,6 @@ def test_what_quantize_writes_takes_what_was_planned(
     source = qwen3_folder(tmp_path / "source")
     made = make(source, tmp_path / "made", format="gptq", bits=bits, group=group)
     written = as_stored(Subject.of(load(tmp_path / "made")))
-    assert written is not None
     planned = in_scheme(Subject.of(load(source)), scheme("gptq", bits, group or -1), scheme("bf16"))
     assert written.sizes == planned.sizes
     # Norms are counted as they are held, in F32; these are in BF16.

@@ -1,7 +1,5 @@
 """Presets have the parameters that are published of their models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The roofline beside the closed form of Pope et al., and what must hold at any point of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from octavo.tools.plan.quantization import in_scheme
 from octavo.tools.plan.roofline import Roofline, per_million, roofline
 from octavo.tools.plan.schemes import scheme
 from octavo.tools.plan.subject import Subject
+from paths import TINY
 
 CHIP = Device("a chip", lambda _: Rates(1e12, 2e14), 80 << 30)
 LLAMA = Subject.find("llama-2-7b")  # every head has keys of its own
@@ -137,7 +136,7 @@ def test_a_prompt_in_chunks_reads_the_weights_for_each() -> None:
     bandwidth=st.floats(1e9, 1e13),
     peak=st.floats(1e11, 1e16),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_holds_everywhere(
     sequences: int, context: int, more: int, bandwidth: float, peak: float
 ) -> None:
@@ -323,8 +322,7 @@ def test_the_peaks_of_a_device() -> None:
 @pytest.mark.parametrize("command", [("plan", "roofline"), ("simulate", "--num-prompts", "1")])
 def test_the_embeddings_format_of_a_stored_model(command: tuple[str, ...]) -> None:
     """Which the file says; with --format it is a matter of choice."""
-    model = str(Path(__file__).parents[2] / "oracle" / "tiny-llama.gguf")
-    on = (model, "--device", "h100", "--embedding-format", "f32")
+    on = (str(TINY), "--device", "h100", "--embedding-format", "f32")
     done = CliRunner().invoke(app, [*command, *on])
     assert "--embedding-format F32 needs --format" in str(done.exception)
     done = CliRunner().invoke(app, ["plan", "roofline", *on, "--format", "bf16"])

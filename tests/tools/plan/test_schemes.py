@@ -1,12 +1,10 @@
 """Bytes a weight: by hand, and against the blocks of real files."""
 
-from __future__ import annotations
-
 import pytest
 
 from octavo.loader.base import WeightFormat
 from octavo.loader.gguf import BLOCKS
-from octavo.tools.plan.schemes import BITS, GGUF, NAMES, Scheme, scheme, survey
+from octavo.tools.plan.schemes import BITS, GGUF, NAMES, StorageScheme, scheme, survey
 
 
 @pytest.mark.parametrize("format", BLOCKS, ids=lambda format: format.name)
@@ -62,7 +60,7 @@ def test_the_sum_is_shown() -> None:
 
 
 @pytest.mark.parametrize("found", survey(), ids=lambda found: found.name)
-def test_a_sums_result_is_what_rows_take(found: Scheme) -> None:
+def test_a_sums_result_is_what_rows_take(found: StorageScheme) -> None:
     for inputs in (256, 4096, 11008):
         result = float(found.sum(128, inputs).rpartition(" = ")[2])
         assert result == pytest.approx(found.bytes_per_weight(128, inputs), rel=1e-8)

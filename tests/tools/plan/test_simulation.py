@@ -1,13 +1,9 @@
 """The simulated engine: what must hold of any load, and the pictures that serving is known by."""
 
-from __future__ import annotations
-
 import re
-import sys
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import classic_pictures as pictures
 from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
-from octavo.executor.simulated.simulated import SimulatedExecutor
-from octavo.tools.plan import replay as replays
+from octavo.engine.engine import Step
+from octavo.engine.leap import Leap
+from octavo.scheduler.request import RequestRecord
+from octavo.tools.plan import load_replay
 from octavo.tools.plan.capacity import capacity
 from octavo.tools.plan.hardware import PUBLISHED, Device
+from octavo.tools.plan.load_replay import QUEUE_FULL, replay
 from octavo.tools.plan.phase import prefill_batch
-from octavo.tools.plan.replay import QUEUE_FULL, replay
 from octavo.tools.plan.report import INTERVALS, figures, text
 from octavo.tools.plan.saturation import Saturation, saturation
 from octavo.tools.plan.schemes import scheme
@@ -31,10 +30,7 @@ from octavo.tools.plan.subject import Subject
 from octavo.tools.plan.timeline import Timeline
 from octavo.tools.workload.datasets import PREFIXES, RANDOM, Part, Sample
 from octavo.tools.workload.demand import Demand
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-
-import classic_pictures as pictures
+from paths import TINY
 
 LLAMA = Subject.find("llama-3-8b")
 H100 = PUBLISHED["h100"]
@@ -73,7 +69,6 @@ def test_a_request_alone_takes_what_its_steps_cost() -> None:
     run = simulate(setup(), [alone(0, 1000, 5)])
     (record,) = run.replay.records
     executor = run.engine.executor
-    assert isinstance(executor, SimulatedExecutor)
     assert record.ttft == executor.costs.seconds(prefill_batch(1000), executor.rates)
     assert len(record.itl) == 4
     assert record.itl[0] < record.itl[-1]  # a key more each time
@@ -212,13 +207,13 @@ def test_what_does_not_fit_the_context_is_counted_and_named() -> None:
 
 def test_tokens_of_what_is_too_long_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    draws = replays.draws
+    draws = load_replay.draws
 
     def seen(seed: int, key: int, length: int) -> Any:
         made.append(length)
         return draws(seed, key, length)
 
-    monkeypatch.setattr(replays, "draws", seen)
+    monkeypatch.setattr(load_replay, "draws", seen)
     samples = [
         Sample(length, 5, (Part(RANDOM + 1, length),), arrival=0.0) for length in (99_999_999, 50)
     ]
@@ -315,7 +310,7 @@ def test_chunks_keep_a_long_prompt_from_holding_up_the_others() -> None:
     ),
     blocks=st.integers(24, 80),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_where_memory_is_paged_it_does_not_matter_what_requests_allow_for(
     lengths: list[tuple[int, int, float]], blocks: int
 ) -> None:
@@ -532,11 +527,68 @@ def test_a_timeline_nests_and_has_every_request() -> None:
 def test_the_real_engine_runs_the_same_replay() -> None:
     from octavo.engine.load import load_engine
 
-    tiny = Path(__file__).parents[2] / "oracle" / "tiny-llama.gguf"
-    loaded = load_engine(tiny, EngineConfig(max_model_len=64, max_num_seqs=2))
+    loaded = load_engine(TINY, EngineConfig(max_model_len=64, max_num_seqs=2))
     samples = [alone(index, 5 + index, 4, arrival=index / 100) for index in range(5)]
     done = replay(loaded.engine, samples)
     assert [record.output_tokens for record in done.records] == [4] * 5
     assert all(record.success and record.ttft > 0 for record in done.records)
     assert done.duration >= 0.04
     loaded.engine.close()
+
+
+# --- leaping --------------------------------------------------------------------------------------
+
+
+class Leapt:
+    """Counts the leaps."""
+
+    def __init__(self) -> None:
+        self.leaps = 0
+
+    def on_step(self, step: Step) -> None: ...
+
+    def on_leap(self, leap: Leap) -> None:
+        self.leaps += 1
+
+    def on_end(self, record: RequestRecord) -> None: ...
+
+
+SAMPLES = [
+    Sample(
+        300 + 40 * (index % 7),
+        20 + 37 * (index % 5),
+        (Part(PREFIXES + index % 3, 200), Part(RANDOM + index, 100 + 40 * (index % 7))),
+    )
+    for index in range(40)
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [
+        ({}, {}),
+        ({"max_num_seqs": 4}, {"max_concurrency": 9}),
+        ({"max_model_len": 1024, "kv_cache_memory_bytes": 330 << 20}, {}),
+        ({"max_num_seqs": 8}, {"batching": "static"}),
+        ({}, {"memory": "reserve", "max_tokens": 120}),
+        ({}, {"apart": 1.7}),
+    ],
+)
+def test_leaping_changes_nothing(settings: dict[str, Any], more: dict[str, Any]) -> None:
+    subject, device = Subject.find("llama-3-8b"), PUBLISHED["h100"]
+    config = EngineConfig(**{"memory_utilization": 0.9} | settings)
+    apart = more.pop("apart", 0.031)
+    samples = [replace(each, arrival=apart * index) for index, each in enumerate(SAMPLES)]
+    techniques = {name: more.pop(name) for name in ("batching", "memory") if name in more}
+    setup = Setup(subject, weights_on(device, subject), device, config, **techniques)
+    results = []
+    for leaps in (True, False):
+        timeline, leapt = Timeline(), Leapt()
+        run = simulate(setup, samples, observers=[timeline, leapt], leaps=leaps, **more)
+        assert (leapt.leaps > 0) is leaps
+        run.engine.check_integrity()
+        columns = {name: column.tolist() for name, column in run.series.columns().items()}
+        stats = run.engine.stats()
+        gauges = run.series.most, run.series.means()
+        results.append((run.replay, columns, stats, gauges, timeline.trace(run)))
+    assert results[0] == results[1]

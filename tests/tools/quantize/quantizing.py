@@ -19,12 +19,12 @@ from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_config import model_config
 from octavo.loader.hf_folder import HfFolder
 from octavo.models import families
-from octavo.tools.quantize.gptq import Order
+from octavo.tools.quantize.gptq_rounding import Order
 from octavo.tools.quantize.grid import Scheme
 from octavo.tools.quantize.hf_model import places
 from octavo.tools.quantize.layouts import Format, scheme_of
+from octavo.tools.quantize.quantize_checkpoint import QuantizationResult, quantize
 from octavo.tools.quantize.quantizer import Method, Progress, Recipe
-from octavo.tools.quantize.run import Outcome, quantize
 from octavo.tools.quantize.scope import ends
 from oracle.tiny_folders import FAMILIES, folder
 
@@ -77,7 +77,7 @@ def make(
     progress: Progress = lambda report: None,
     embedding: int | None = 16,
     **how: Any,
-) -> Outcome:
+) -> QuantizationResult:
     """``embedding``: bits of the ends, as of the command."""
     checkpoint, (chosen, format) = load(source), recipe(**how)
     symmetric = bool(how.get("symmetric"))

@@ -15,14 +15,14 @@ from octavo.loader.dequantize import dequantize
 from octavo.models import families
 from octavo.models.config import ModelConfig
 from octavo.models.program import Program, Values, slots
-from octavo.tools.quantize.awq import awq, best_scale, fold
+from octavo.tools.quantize.awq_scaling import awq, best_scale, fold
 from octavo.tools.quantize.calibrate import Moments
-from octavo.tools.quantize.gptq import relative_loss
-from octavo.tools.quantize.grid import Kind, Scheme, bf16, round_to_nearest
+from octavo.tools.quantize.gptq_rounding import relative_loss
+from octavo.tools.quantize.grid import CodeKind, Scheme, bf16, round_to_nearest
 from octavo.tools.quantize.layers import LayerOps, Maker, SharedInput, split
 
 Float32 = npt.NDArray[np.float32]
-SCHEME = Scheme(4, 32, Kind.ASYMMETRIC)
+SCHEME = Scheme(4, 32, CodeKind.ASYMMETRIC)
 MODELS = {
     "llama": tiny.config(),  # two query heads on a KV head
     "llama, every head its own": tiny.config(num_kv_heads=4),

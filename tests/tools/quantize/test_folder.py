@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from octavo.loader import load
 from octavo.tools.quantize.hf_model import places
-from octavo.tools.quantize.run import WORK
+from octavo.tools.quantize.quantize_checkpoint import WORK
 from oracle.tiny_folders import FAMILIES, folder, gguf_file
 from tools.quantize.quantizing import Float32, logits_of, make, modules, qwen3_folder, weights_of
 
@@ -157,7 +157,7 @@ def test_configurations(tmp_path: Path) -> None:
 def test_a_tokenizer_out_of_gguf_says_the_same(smollm2_path: Path, tmp_path: Path) -> None:
     from octavo.loader.hf_folder import HfFolder
     from octavo.loader.hf_tokenizer import hf_tokenizer
-    from octavo.tools.quantize.hf_tokenizer import write_files
+    from octavo.tools.quantize.hf_tokenizer_writer import write_files
     from oracle.strings import generate
 
     checkpoint = load(smollm2_path)

@@ -11,15 +11,15 @@ from octavo.loader.base import Weight, WeightFormat
 from octavo.loader.dequantize import dequantize
 from octavo.tools.quantize.ggml_rounding import ggml_round
 from octavo.tools.quantize.gguf_writer import blocks
-from octavo.tools.quantize.grid import Kind, Scheme, round_to_nearest
+from octavo.tools.quantize.grid import CodeKind, Scheme, round_to_nearest
 
 RECORDED = Path(__file__).with_name("ggml_rounding.npz")
 SCHEMES = {
-    "Q4_0": Scheme(4, 32, Kind.Q4_0),
-    "Q4_1": Scheme(4, 32, Kind.Q4_1),
-    "Q5_0": Scheme(5, 32, Kind.Q5_0),
-    "Q5_1": Scheme(5, 32, Kind.Q5_1),
-    "Q8_0": Scheme(8, 32, Kind.Q8_0),
+    "Q4_0": Scheme(4, 32, CodeKind.Q4_0),
+    "Q4_1": Scheme(4, 32, CodeKind.Q4_1),
+    "Q5_0": Scheme(5, 32, CodeKind.Q5_0),
+    "Q5_1": Scheme(5, 32, CodeKind.Q5_1),
+    "Q8_0": Scheme(8, 32, CodeKind.Q8_0),
 }
 
 

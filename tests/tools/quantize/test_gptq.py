@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.tools.quantize.gptq import Order, gptq, inverse_factor, relative_loss
-from octavo.tools.quantize.grid import Kind, Quantized, Scheme, fit, round_to_nearest
+from octavo.tools.quantize.gptq_rounding import Order, gptq, inverse_factor, relative_loss
+from octavo.tools.quantize.grid import CodeKind, Quantized, Scheme, fit, round_to_nearest
 
 Float64 = npt.NDArray[np.float64]
 
@@ -65,14 +65,14 @@ def slowly(
 @pytest.mark.parametrize(
     ("kind", "group", "inputs"),
     [
-        (Kind.SYMMETRIC, 32, 96),
-        (Kind.ASYMMETRIC, 64, 192),  # more columns than a block
-        (Kind.ASYMMETRIC, None, 160),  # a group larger than one
-        (Kind.Q4_0, 32, 64),
-        (Kind.Q4_1, 32, 64),
+        (CodeKind.SYMMETRIC, 32, 96),
+        (CodeKind.ASYMMETRIC, 64, 192),  # more columns than a block
+        (CodeKind.ASYMMETRIC, None, 160),  # a group larger than one
+        (CodeKind.Q4_0, 32, 64),
+        (CodeKind.Q4_1, 32, 64),
     ],
 )
-def test_the_slow_procedure(kind: Kind, group: int | None, inputs: int, order: Order) -> None:
+def test_the_slow_procedure(kind: CodeKind, group: int | None, inputs: int, order: Order) -> None:
     scheme = Scheme(4, group, kind)
     for search in (False, True):
         weights, moments = problem(inputs + search, inputs=inputs)
@@ -89,7 +89,7 @@ def test_the_slow_procedure(kind: Kind, group: int | None, inputs: int, order: O
 @settings(max_examples=25)
 @given(st.integers(0, 10**6), st.sampled_from(Order), st.sampled_from((4, 8)))
 def test_outputs_lose_less_than_by_rounding(seed: int, order: Order, bits: int) -> None:
-    scheme = Scheme(bits, 32, Kind.ASYMMETRIC)
+    scheme = Scheme(bits, 32, CodeKind.ASYMMETRIC)
     weights, moments = problem(seed)
     plain = relative_loss(weights, round_to_nearest(scheme, weights).values(), moments)
     found = relative_loss(weights, gptq(scheme, weights, moments, order=order).values(), moments)
@@ -100,7 +100,7 @@ def test_outputs_lose_less_than_by_rounding(seed: int, order: Order, bits: int) 
 @settings(max_examples=20)
 def test_rows_do_not_depend_on_each_other(seed: int) -> None:
     """So matrices of one input can be quantized as one."""
-    scheme = Scheme(4, 32, Kind.ASYMMETRIC)
+    scheme = Scheme(4, 32, CodeKind.ASYMMETRIC)
     weights, moments = problem(seed)
     whole = gptq(scheme, weights, moments)
     part = gptq(scheme, weights[2:4], moments)
@@ -110,7 +110,7 @@ def test_rows_do_not_depend_on_each_other(seed: int) -> None:
 
 def test_uncorrelated_inputs_are_rounded_to_nearest() -> None:
     weights, _ = problem(1)
-    scheme = Scheme(4, 32, Kind.SYMMETRIC)
+    scheme = Scheme(4, 32, CodeKind.SYMMETRIC)
     found = gptq(scheme, weights, np.diag(np.arange(1.0, 97.0)), search=False)
     assert np.array_equal(found.codes, round_to_nearest(scheme, weights).codes)
 
@@ -121,7 +121,7 @@ def groups(found: Quantized) -> list[int]:
 
 def test_groups_lie_as_the_order_says() -> None:
     weights, moments = problem(2)
-    scheme = Scheme(4, 32, Kind.ASYMMETRIC)
+    scheme = Scheme(4, 32, CodeKind.ASYMMETRIC)
     for order in (Order.NONE, Order.STATIC):
         assert gptq(scheme, weights, moments, order=order).ordered
     found = gptq(scheme, weights, moments, order=Order.GROUP)
@@ -135,7 +135,7 @@ def test_inputs_that_are_always_zero() -> None:
     weights, moments = problem(3)
     moments[[5, 40]] = 0.0
     moments[:, [5, 40]] = 0.0
-    values = gptq(Scheme(4, 32, Kind.ASYMMETRIC), weights, moments).values()
+    values = gptq(Scheme(4, 32, CodeKind.ASYMMETRIC), weights, moments).values()
     assert not values[:, [5, 40]].any()
     assert np.isfinite(values).all()
 

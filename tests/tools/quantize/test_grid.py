@@ -10,14 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.tools.quantize.grid import Kind, Quantized, Scheme, Steps, bf16, fit, round_to_nearest
+from octavo.tools.quantize.grid import (
+    CodeKind,
+    Quantized,
+    Scheme,
+    Steps,
+    bf16,
+    fit,
+    round_to_nearest,
+)
 
-INTEGERS = [Kind.SYMMETRIC, Kind.ASYMMETRIC]
+INTEGERS = [CodeKind.SYMMETRIC, CodeKind.ASYMMETRIC]
 
 
 @st.composite
 def schemes(draw: st.DrawFn) -> Scheme:
-    kind = draw(st.sampled_from(Kind))
+    kind = draw(st.sampled_from(CodeKind))
     bits = int(kind.value[1]) if kind.of_gguf else draw(st.sampled_from((4, 8)))
     steps = draw(st.sampled_from(Steps)) if kind in INTEGERS else Steps.F16
     group = draw(st.sampled_from((32, 64, None))) if kind in INTEGERS else 32
@@ -51,7 +59,7 @@ def test_the_range_is_covered(scheme: Scheme, seed: int) -> None:
     weights = matrix(seed)
     found = round_to_nearest(scheme, weights)
     step = np.abs(found.step)[:, found.group_of]
-    whole = 1.0 if scheme.kind in (Kind.Q4_0, Kind.Q5_0, Kind.SYMMETRIC) else 0.5
+    whole = 1.0 if scheme.kind in (CodeKind.Q4_0, CodeKind.Q5_0, CodeKind.SYMMETRIC) else 0.5
     lost = scheme.levels * 2.0**-8  # of the ends, by scales of eight bits
     assert (np.abs(found.values() - weights) <= (whole + lost) * step + 1e-6).all()
 
@@ -65,8 +73,8 @@ def test_scales_are_what_the_layout_stores(scheme: Scheme, seed: int) -> None:
         assert np.array_equal(bf16(step), step)
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_zeros_stay_zeros(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", CodeKind)
+def test_zeros_stay_zeros(kind: CodeKind) -> None:
     scheme = Scheme(int(kind.value[1]) if kind.of_gguf else 4, 32, kind)
     weights = np.zeros((2, 64), np.float32)
     weights[1, :32] = np.linspace(-1.0, 3.0, 32)
@@ -78,14 +86,14 @@ def test_zeros_stay_zeros(kind: Kind) -> None:
 def test_zeros_are_never_code_zero() -> None:
     """GPTQ's layout stores zeros less one."""
     weights = np.abs(matrix(1)) + np.float32(0.5)
-    found = round_to_nearest(Scheme(4, 64, Kind.ASYMMETRIC), weights)
+    found = round_to_nearest(Scheme(4, 64, CodeKind.ASYMMETRIC), weights)
     assert found.zero is not None
     assert found.zero.min() >= 1
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", CodeKind)
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_search_loses_no_more_by_its_own_measure(kind: Kind, whole: bool) -> None:
+def test_a_search_loses_no_more_by_its_own_measure(kind: CodeKind, whole: bool) -> None:
     scheme = Scheme(int(kind.value[1]) if kind.of_gguf else 4, 32, kind)
     rng = np.random.default_rng(3)
     weights = rng.standard_t(2, (20, 64)).astype(np.float32)
@@ -108,7 +116,7 @@ def test_a_search_loses_no_more_by_its_own_measure(kind: Kind, whole: bool) -> N
 def test_rows_are_searched_by_themselves() -> None:
     """However many there are at a time."""
     weights = np.random.default_rng(5).standard_t(2, (600, 64)).astype(np.float32)
-    scheme = Scheme(4, 32, Kind.ASYMMETRIC)
+    scheme = Scheme(4, 32, CodeKind.ASYMMETRIC)
     importance = np.random.default_rng(6).random((2, 32))
     whole = fit(scheme, weights.reshape(600, 2, 32), importance)
     for row in (0, 255, 256, 599):
@@ -119,4 +127,4 @@ def test_rows_are_searched_by_themselves() -> None:
 
 def test_weights_beyond_fp16_scales_are_refused() -> None:
     with pytest.raises(ValueError, match="too large"):
-        round_to_nearest(Scheme(4, 32, Kind.SYMMETRIC), np.full((1, 32), 1e7, np.float32))
+        round_to_nearest(Scheme(4, 32, CodeKind.SYMMETRIC), np.full((1, 32), 1e7, np.float32))

@@ -19,11 +19,11 @@ from octavo.loader.bind import ROUTER
 from octavo.models import families
 from octavo.models.program import slots
 from octavo.tools.quantize.calibrate import Moments
-from octavo.tools.quantize.gptq import relative_loss
+from octavo.tools.quantize.gptq_rounding import relative_loss
 from octavo.tools.quantize.hf_model import places
 from octavo.tools.quantize.layers import split
+from octavo.tools.quantize.quantize_checkpoint import quantize
 from octavo.tools.quantize.quantizer import SEEN, Quantizer, Report
-from octavo.tools.quantize.run import quantize
 from octavo.tools.quantize.state import State
 from tools.quantize.quantizing import (
     SAMPLES,

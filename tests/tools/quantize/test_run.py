@@ -25,8 +25,8 @@ from octavo.loader.pull import PullError, resolve
 from octavo.tools.quantize import quantizer as quantizers
 from octavo.tools.quantize import state as states
 from octavo.tools.quantize.calibrate import CalibrationError, samples
+from octavo.tools.quantize.quantize_checkpoint import WORK, quantize
 from octavo.tools.quantize.quantizer import Quantizer, Report
-from octavo.tools.quantize.run import WORK, quantize
 from octavo.tools.quantize.state import QuantizeError
 from oracle.tiny_folders import folder, talking_folder
 from tools.quantize.quantizing import SAMPLES, logits_of, make, qwen3_folder, recipe, weights_of

@@ -17,8 +17,8 @@ from octavo.cli import app
 from octavo.loader import load
 from octavo.tools.quantize.forecast import forecast, sizes
 from octavo.tools.quantize.layouts import Format, scheme_of
+from octavo.tools.quantize.quantize_checkpoint import quantize
 from octavo.tools.quantize.quantizer import Method, Recipe
-from octavo.tools.quantize.run import quantize
 from octavo.tools.quantize.scope import EMBEDDING, HEAD, ends, kept, large, worth
 from oracle.test_families import run
 from oracle.tiny_folders import talking_folder

@@ -1,11 +1,9 @@
 """Samples of a server, as few words as a test needs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from octavo.engine.snapshot import EngineSnapshot, PoolSnapshot, RequestSnapshot
-from octavo.tools.top.source import Counts, Sample
+from octavo.tools.top.source import Scrape, ScrapedMetrics
 
 START = 1_700_000_000.0
 
@@ -59,7 +57,7 @@ def sample(
     ended: dict[str, float] | None = None,
     draining: bool = False,
     **totals: float,
-) -> Sample:
+) -> Scrape:
     requests = requests or []
     used, cached, free = pool
     engine = EngineSnapshot(
@@ -78,7 +76,7 @@ def sample(
         requests=requests,
         unlisted=unlisted,
     )
-    counts = Counts(started=started, gauges=gauges or {})
+    counts = ScrapedMetrics(started=started, gauges=gauges or {})
     counts.totals = totals | {
         "prefix_cache_queries": queries,
         "prefix_cache_hits": hits,
@@ -86,10 +84,7 @@ def sample(
         "spec_decode_num_accepted_tokens": accepted,
     }
     counts.by_label = {"admission_rejections": rejected or {}, "request_success": ended or {}}
-    for name, sums in (
-        ("predicted_step_time_seconds", predicted),
-        ("step_time_seconds", actual),
-    ):
+    for name, sums in (("predicted_step_time_seconds", predicted), ("step_time_seconds", actual)):
         if sums is not None:
             counts.sums[name] = sums
     for name, buckets in (
@@ -98,4 +93,4 @@ def sample(
     ):
         if buckets is not None:
             counts.buckets[name] = buckets
-    return Sample(START + 100 + at, "smollm2", "0.1.0", draining, engine, counts)
+    return Scrape(START + 100 + at, "smollm2", "0.1.0", draining, engine, counts)

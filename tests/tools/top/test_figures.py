@@ -1,7 +1,5 @@
 """Rates, shares and quantiles, reckoned by hand beside."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -12,7 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from samples import request, sample
 
 from octavo.tools.top.figures import SORTS, WINDOW, History, as_json, quantile, sorted_requests
-from octavo.tools.top.source import Counts
+from octavo.tools.top.source import ScrapedMetrics
 
 INF = math.inf
 
@@ -159,7 +157,7 @@ def test_a_quantile_is_in_its_bucket(values: list[float], q: float) -> None:
     histogram = Histogram(name, "x", ("model_name",), buckets=buckets, registry=registry)
     for value in values:
         histogram.labels("m").observe(value)
-    counts = Counts.read(generate_latest(registry).decode())
+    counts = ScrapedMetrics.read(generate_latest(registry).decode())
     cumulative = sorted(counts.buckets["time_to_first_token_seconds"].items())
     found, bound = quantile(cumulative, q)
     true = sorted(values)[math.ceil(q * len(values)) - 1]
@@ -236,7 +234,7 @@ process_start_time_seconds 1.7e+09
 # TYPE somebody:elses counter
 somebody:elses{a="\\"} 1.0
 """
-    counts = Counts.read(text)
+    counts = ScrapedMetrics.read(text)
     assert counts.totals == {"prompt_tokens": 12.0}
     assert counts.by_label == {
         "admission_rejections": {"capacity": 3.0, "quota": 1.0},
@@ -250,7 +248,7 @@ somebody:elses{a="\\"} 1.0
 def test_a_ratio_that_is_not_known_is_none() -> None:
     """As a server says it whose model has not been calibrated."""
     text = "# TYPE octavo:step_time_ratio gauge\noctavo:step_time_ratio NaN\n"
-    assert Counts.read(text).gauges == {}
+    assert ScrapedMetrics.read(text).gauges == {}
 
 
 def test_random_order_does_not_change_what_is_read() -> None:
@@ -258,5 +256,5 @@ def test_random_order_does_not_change_what_is_read() -> None:
              (("0.1", 1), ("0.5", 2), ("+Inf", 4))]  # fmt: skip
     head = "# TYPE octavo:time_to_first_token_seconds histogram\n"
     random.Random(1).shuffle(lines)
-    buckets = Counts.read(head + "".join(lines)).buckets["time_to_first_token_seconds"]
+    buckets = ScrapedMetrics.read(head + "".join(lines)).buckets["time_to_first_token_seconds"]
     assert buckets == {0.1: 1.0, 0.5: 2.0, INF: 4.0}

@@ -1,7 +1,5 @@
 """What stands where on the screen, read back from its lines."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any
@@ -12,8 +10,8 @@ from hypothesis import strategies as st
 from samples import request, sample
 
 from octavo.engine.snapshot import RequestSnapshot
-from octavo.tools.top.figures import Figures, History
-from octavo.tools.top.view import COLUMNS, State, count, percent, rate, screen, span
+from octavo.tools.top.figures import History, ServerStats
+from octavo.tools.top.view import COLUMNS, ViewState, count, percent, rate, screen, span
 
 URL = "http://127.0.0.1:8000"
 ROWS = [
@@ -56,7 +54,7 @@ ROWS = [
 ]
 
 
-def figures(rows: list[RequestSnapshot] = ROWS, **more: Any) -> Figures:
+def figures(rows: list[RequestSnapshot] = ROWS, **more: Any) -> ServerStats:
     history = History()
     history.add(sample(0))
     facts: dict[str, Any] = {
@@ -81,9 +79,9 @@ def figures(rows: list[RequestSnapshot] = ROWS, **more: Any) -> Figures:
 
 
 def lines(
-    width: int, height: int | None = 24, shown: Figures | None = None, **state: Any
+    width: int, height: int | None = 24, shown: ServerStats | None = None, **state: Any
 ) -> list[str]:
-    found = screen(shown or figures(), State(URL, **state), width, height)
+    found = screen(shown or figures(), ViewState(URL, **state), width, height)
     assert all(line.cell_len <= width for line in found)
     return [line.plain for line in found]
 
@@ -96,7 +94,6 @@ def cells(found: list[str], width: int) -> list[dict[str, str]]:
     start = 0
     for column in titles:
         place = re.compile(rf"(?<!\S){column.title}(?!\S)").search(found[at], start)
-        assert place is not None
         edges.append((column.title, place.start(), place.end()))
         start = place.end()
     rows = []
@@ -129,10 +126,7 @@ def test_the_head() -> None:
     assert head[2].startswith("pool      █")
     assert head[2].endswith("50 % used   30 % cached   20 % free   waste 2.1 %   hits 45 %")
     bar = head[2].split()[1]
-    assert (bar.count("█"), bar.count("▒")) == (
-        math.ceil(0.5 * len(bar)),
-        round(0.3 * len(bar)),
-    )
+    assert (bar.count("█"), bar.count("▒")) == (math.ceil(0.5 * len(bar)), round(0.3 * len(bar)))
     assert head[3] == (
         "batch     21 tokens in 36.0 ms (30.0 predicted)  in 210/s  out 1234/s  busy 90 %"
     )
@@ -243,7 +237,7 @@ def test_promises_and_drafts_have_a_line_where_there_are_any() -> None:
 
 def test_trouble() -> None:
     assert lines(80, trouble="no answer for 3.00s: refused")[1] == "no answer for 3.00s: refused"
-    nothing = screen(None, State(URL, trouble="no answer for 1.00s: refused"), 80, 24)
+    nothing = screen(None, ViewState(URL, trouble="no answer for 1.00s: refused"), 80, 24)
     assert [line.plain for line in nothing][1] == "no answer for 1.00s: refused"
     assert "draining" in lines(100, shown=figures(draining=True))[0]
 

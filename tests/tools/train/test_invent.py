@@ -1,10 +1,7 @@
 """Questions that a model invents: how it is asked for them, and which are taken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +15,9 @@ from octavo.engine.outputs import Delta
 from octavo.loader.base import Checkpoint
 from octavo.scheduler.request import FinishReason, Request
 from octavo.tools.train.invent import invented, unlike
+from paths import ORACLE
 
-MODEL = Path(__file__).parents[2] / "oracle" / "tiny-llama-k.gguf"
+MODEL = ORACLE / "tiny-llama-k.gguf"
 
 
 class Template:

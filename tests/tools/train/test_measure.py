@@ -1,7 +1,5 @@
 """How good heads are: counted here one by one."""
 
-from __future__ import annotations
-
 from itertools import takewhile
 from typing import Any
 

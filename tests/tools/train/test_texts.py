@@ -1,9 +1,6 @@
 """What is learned from: the answers as they were drawn, and the rows they were drawn from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,16 +14,15 @@ from octavo.llm import LLM
 from octavo.loader.base import Checkpoint
 from octavo.loader.dequantize import dequantize
 from octavo.sampling.params import SamplingParams
-from octavo.tools.train.medusa import _HELD_OUT, common_tokens
+from octavo.tools.train.medusa_training import _HELD_OUT, common_tokens
 from octavo.tools.train.prompts import prompts
 from octavo.tools.train.texts import _EVERY, Texts, as_prompts, lines_of, listen, spread
-
-ORACLES = Path(__file__).parents[2] / "oracle"
+from paths import ORACLE, ROOT
 
 
 @pytest.fixture(scope="module")
 def checkpoint() -> Checkpoint:
-    return octavo.loader.load(ORACLES / "tiny-llama-k.gguf")
+    return octavo.loader.load(ORACLE / "tiny-llama-k.gguf")
 
 
 def engine_config() -> EngineConfig:
@@ -106,7 +102,7 @@ def test_there_are_prompts_without_a_text() -> None:
 
 
 def test_no_prompt_is_one_that_is_measured_on() -> None:
-    source = (Path(__file__).parents[3] / "benchmarks" / "_workloads.py").read_text("utf-8")
+    source = (ROOT / "benchmarks/_workloads.py").read_text("utf-8")
     assert not [line for line in prompts(10**6) if line in source]
 
 

@@ -1,7 +1,5 @@
 """Heads that learn: from a model's answers to files that draft for it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -16,11 +14,12 @@ from octavo.llm import LLM
 from octavo.loader.base import Checkpoint
 from octavo.sampling.params import SamplingParams
 from octavo.spec_decode.heads import read_heads
-from octavo.tools.train import medusa
+from octavo.tools.train import medusa_training
 from octavo.tools.train.run import train
+from paths import ORACLE
 
 PROMPTS = ("abc", "hello", "xyz", "qrs")
-MODEL = Path(__file__).parents[2] / "oracle" / "tiny-llama-k.gguf"
+MODEL = ORACLE / "tiny-llama-k.gguf"
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def checkpoint() -> Checkpoint:
 
 
 def trained(out: Path, text: Path, **recipe: Any) -> dict[str, Any]:
-    made = medusa.Recipe(
+    made = medusa_training.HeadRecipe(
         **{"heads": 3, "vocabulary": 60, "width": 64, "batch": 64, "epochs": 10} | recipe
     )
     return train(MODEL, out, made, text=text, num_prompts=40, max_tokens=20, threads=1)
@@ -116,7 +115,7 @@ def test_a_folder_that_cannot_be_written_costs_no_training(
 def test_without_torch_one_is_told_how_to_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SettingsError, match=r"-m pip install 'torch>="):
-        medusa.import_torch()
+        medusa_training.import_torch()
 
 
 @pytest.mark.parametrize(
@@ -132,4 +131,4 @@ def test_without_torch_one_is_told_how_to_have_it(monkeypatch: pytest.MonkeyPatc
 )
 def test_a_recipe_that_makes_no_heads_is_refused(wrong: dict[str, Any], reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):
-        medusa.Recipe(**wrong)
+        medusa_training.HeadRecipe(**wrong)

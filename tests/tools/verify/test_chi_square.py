@@ -1,7 +1,5 @@
 """The chi-square test against tables, closed forms and its own definition."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

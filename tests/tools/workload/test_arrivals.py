@@ -1,10 +1,8 @@
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.tools.workload.arrivals import Ramp, arrival_times
@@ -39,7 +37,6 @@ def test_infinite_rate_is_all_at_once() -> None:
     assert not arrival_times(5, math.inf, 1.0, None, 0).any()
 
 
-@settings(deadline=None)
 @given(
     count=st.integers(1, 300),
     rate=st.floats(0.01, 1e4),

@@ -1,7 +1,5 @@
 """Classes of a load: as they are said, and who is of which."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 import statistics
 from typing import Any
@@ -171,7 +169,7 @@ def records(draw: st.DrawFn) -> Record:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(records(), max_size=12), st.floats(0.1, 100), st.floats(0, 100))
 def test_against_another_computation(
     found: list[Record], duration: float, percentile: float

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json
@@ -200,7 +198,7 @@ def test_a_broken_file_is_refused_with_the_line(
     assert len(str(caught.value)) < 500
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, junk: bytes
@@ -229,7 +227,6 @@ def test_a_wrong_window_is_refused(tmp_path: Path, window: Window, about: str) -
 # --- synthetic prompts ---------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     mean=st.integers(1, 500), output=st.integers(1, 100), ratio=st.floats(0, 0.99),
     prefix=st.integers(1, 50), seed=st.integers(0, 99),
@@ -323,7 +320,6 @@ def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         load(write(tmp_path, "x" * 100), None, Window())
 
 
-@settings(deadline=None)
 @given(length=st.integers(1, 512), cut=st.integers(1, 512), key=st.integers(0, 2**63 - 1))
 def test_a_shorter_part_is_a_prefix_of_the_longer(length: int, cut: int, key: int) -> None:
     shorter, longer = sorted((length, cut))

@@ -205,7 +205,7 @@ def settings(values: Mapping[str, Any]) -> Settings:
         progress=not values["disable_tqdm"],
     )
     built.check()
-    client.Client(client.Target.of(built.url), headers)  # refuses what is no URL or header
+    client.Client(client.Endpoint.of(built.url), headers)  # refuses what is no URL or header
     return built
 
 
@@ -251,7 +251,7 @@ def command(
 
     import uvloop
 
-    from octavo.tools.bench.load import benchmark, report
+    from octavo.tools.bench.load import benchmark, load_report
 
     if asked.dataset_path is not None and not asked.dataset_path.exists():
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(asked.dataset_path))
@@ -275,7 +275,7 @@ def command(
         if values["as_json"]:
             typer.echo(json_text(kept))
         else:
-            show_report(report.table(short, list(asked.metrics)))
+            show_report(load_report.table(short, list(asked.metrics)))
     finally:  # also when nobody reads on
         if saved:
             path = folder / (name or benchmark.file_name(asked, result))

@@ -26,7 +26,13 @@ from octavo.words import number, plural
 
 if TYPE_CHECKING:
     from octavo.tools.plan.band import Doubt
-    from octavo.tools.plan.batching import Batching, Limits, LinearStep, Load, ModelStep
+    from octavo.tools.plan.continuous_batching import (
+        Batching,
+        EngineLimits,
+        LinearStep,
+        Load,
+        ModelStep,
+    )
     from octavo.tools.plan.lengths import Lengths
 
 EXAMPLES = (
@@ -124,7 +130,7 @@ def command(
     lengths of prompts and answers: what saturates, what runs and waits below that, and static
     batching beside it. Sums, not a simulation: octavo simulate runs the engine itself.
     """
-    from octavo.tools.plan.batching import batching, slowed
+    from octavo.tools.plan.continuous_batching import batching, slowed
 
     given_step = {"--step-ms": step_ms, "--per-sequence-ms": per_sequence_ms,
                   "--per-prompt-token-ms": per_prompt_token_ms}  # fmt: skip
@@ -175,7 +181,7 @@ def _load(
     trace: Path | None, input_len: str | None, output_len: str | None, rate: float | None
 ) -> tuple[Load, list[str]]:
     from octavo.tools.plan import lengths
-    from octavo.tools.plan.batching import Load
+    from octavo.tools.plan.continuous_batching import Load
 
     if rate is not None and not 0 < rate < 1e9:  # nan neither
         raise typer.BadParameter(f"--request-rate must be above 0 and below 10⁹, not {rate:g}")
@@ -198,7 +204,7 @@ def _load(
 
 def _of_trace(path: Path, rate: float | None) -> tuple[Load, list[str]]:
     """Lengths as they occur together; the rate is of the time between the first and the last."""
-    from octavo.tools.plan.batching import Load
+    from octavo.tools.plan.continuous_batching import Load
     from octavo.tools.plan.lengths import LONGEST, Lengths
     from octavo.tools.workload import traces
     from octavo.tools.workload.datasets import DatasetError
@@ -225,7 +231,7 @@ def _of_trace(path: Path, rate: float | None) -> tuple[Load, list[str]]:
 
 def _linear(given: dict[str, float | None]) -> tuple[LinearStep, dict[str, Any]]:
     from octavo.tools.plan.band import OF_GIVEN
-    from octavo.tools.plan.batching import LinearStep
+    from octavo.tools.plan.continuous_batching import LinearStep
 
     values = {flag: value or 0.0 for flag, value in given.items()}
     for flag, value in values.items():
@@ -246,25 +252,25 @@ def _linear(given: dict[str, float | None]) -> tuple[LinearStep, dict[str, Any]]
     }
 
 
-def _limits(max_num_seqs: int, tokens: int, cached: float) -> Limits:
-    from octavo.tools.plan.batching import Limits
+def _limits(max_num_seqs: int, tokens: int, cached: float) -> EngineLimits:
+    from octavo.tools.plan.continuous_batching import EngineLimits
 
     with naming_flags():
-        return Limits(max_num_seqs, tokens, cached)
+        return EngineLimits(max_num_seqs, tokens, cached)
 
 
 def _model(
     model: str, device: str, compute_share: float | None, bandwidth_share: float | None,
     format: str | None, kv_cache_dtype: str,
     memory_utilization: float | None, load: Load, max_num_seqs: int, tokens: int | None,
-) -> tuple[ModelStep, Limits, dict[str, Any]]:  # fmt: skip
+) -> tuple[ModelStep, EngineLimits, dict[str, Any]]:  # fmt: skip
     """Step times of the cost model, and the cache that the engine would have there."""
     from octavo.engine.config import EngineConfig
     from octavo.kv_cache.cache import peak_blocks
     from octavo.tools.plan import hardware
     from octavo.tools.plan import quantization as formats
     from octavo.tools.plan.band import doubt
-    from octavo.tools.plan.batching import ModelStep, held_tokens
+    from octavo.tools.plan.continuous_batching import ModelStep, held_tokens
     from octavo.tools.plan.simulation import Setup, weights_on
     from octavo.tools.plan.subject import Subject
 

@@ -26,9 +26,9 @@ from octavo.tools.plan.gpu import RUNTIME_BYTES
 from octavo.words import plural
 
 if TYPE_CHECKING:
-    from octavo.tools.plan.memory import Alternative, Load, Need, Place
-    from octavo.tools.plan.quantization import Stored
-    from octavo.tools.plan.schemes import Scheme
+    from octavo.tools.plan.memory_plan import Alternative, DeviceMemory, Need, ServingLoad
+    from octavo.tools.plan.quantization import StoredWeights
+    from octavo.tools.plan.schemes import StorageScheme
     from octavo.tools.plan.subject import Subject
 
 EXAMPLES = (
@@ -115,7 +115,7 @@ def command(
     """
     from octavo.engine.config import EngineConfig, SettingsError
     from octavo.kv_cache.layout import KvDtype
-    from octavo.tools.plan import memory
+    from octavo.tools.plan import memory_plan
     from octavo.tools.plan.subject import Subject
 
     if memory_utilization is not None and not 0.0 < memory_utilization <= 1.0:  # nan neither
@@ -165,18 +165,20 @@ def command(
         if draft_model is not None:
             beside = Subject.find(draft_model)
             _same_vocabulary(subject, beside)
-            draft = memory.Draft(beside, _stored(beside, None, None))
+            draft = memory_plan.PlannedDraftModel(beside, _stored(beside, None, None))
     except ValueError as error:
         raise SettingsError(str(error)) from None
     loads = [
-        memory.Load(subject, stored, tokens, number, dtype, place.usual(config, given), draft)
+        memory_plan.ServingLoad(
+            subject, stored, tokens, number, dtype, place.usual(config, given), draft
+        )
         for place in places
     ]
-    found = [memory.need(load, place) for load, place in zip(loads, places, strict=True)]
+    found = [memory_plan.need(load, place) for load, place in zip(loads, places, strict=True)]
     load, asked, need = loads[0], places[0], found[0]
     instead = []
     if need is None or not need.fits:
-        instead = memory.alternatives(load, memory.narrower(load, asked), asked)
+        instead = memory_plan.alternatives(load, memory_plan.narrower(load, asked), asked)
     if as_json:
         facts = as_dict(load, places, found, instead)
         typer.echo(json_text(facts, indent=2))
@@ -185,7 +187,7 @@ def command(
         show_report(as_text(load, places, found, instead, serve, loads))
 
 
-def _serve(model: str, rounding: str | None, load: Load) -> str:
+def _serve(model: str, rounding: str | None, load: ServingLoad) -> str:
     """The command, without the size of its cache, whose engine is what is planned."""
     from octavo.loader.pull import servable
 
@@ -204,7 +206,7 @@ def _serve(model: str, rounding: str | None, load: Load) -> str:
 
 
 def _users(text: str) -> int:
-    from octavo.tools.plan.memory import MOST_USERS
+    from octavo.tools.plan.memory_plan import MOST_USERS
 
     plain = text.strip()
     number = int(plain) if plain.isascii() and plain.isdecimal() and len(plain) < 12 else 0
@@ -213,16 +215,16 @@ def _users(text: str) -> int:
     return number
 
 
-def _places(device: str | None) -> list[Place]:
+def _places(device: str | None) -> list[DeviceMemory]:
     """What is asked about, then the rest. Raises `ValueError` for what is not known."""
     from octavo.machine.limits import cpu_model
     from octavo.machine.memory import available_memory
     from octavo.tools.plan import hardware
-    from octavo.tools.plan.memory import Place
+    from octavo.tools.plan.memory_plan import DeviceMemory
 
-    here = Place(f"this machine ({cpu_model()})", available_memory(), here=True)
+    here = DeviceMemory(f"this machine ({cpu_model()})", available_memory(), here=True)
     gpus = [
-        Place(gpu.name, gpu.memory_bytes, gpu=True, fp8=gpu.has_fp8)
+        DeviceMemory(gpu.name, gpu.memory_bytes, gpu=True, fp8=gpu.has_fp8)
         for gpu in hardware.PUBLISHED.values()
         if gpu.memory_bytes is not None
     ]
@@ -231,7 +233,7 @@ def _places(device: str | None) -> list[Place]:
     chosen = hardware.device(device, on_stderr)
     if chosen.memory_bytes is None:
         raise ValueError(f"--device {device!r} says nothing of how much it holds: add capacity=GiB")
-    place = Place(chosen.name, chosen.memory_bytes, gpu=chosen.gpu, fp8=chosen.has_fp8)
+    place = DeviceMemory(chosen.name, chosen.memory_bytes, gpu=chosen.gpu, fp8=chosen.has_fp8)
     return [place, here, *(gpu for gpu in gpus if gpu != place)]
 
 
@@ -247,7 +249,7 @@ def _same_vocabulary(subject: Subject, draft: Subject) -> None:
         )
 
 
-def _stored(subject: Subject, rounding: str | None, scheme: Scheme | None) -> Stored:
+def _stored(subject: Subject, rounding: str | None, scheme: StorageScheme | None) -> StoredWeights:
     """Raises `ValueError` where a weight cannot be stored so."""
     from octavo.tools.plan import quantization
 
@@ -260,19 +262,19 @@ def _stored(subject: Subject, rounding: str | None, scheme: Scheme | None) -> St
 
 
 def as_dict(
-    load: Load,
-    places: list[Place],
+    load: ServingLoad,
+    places: list[DeviceMemory],
     needs: list[Need | None],
     instead: list[Alternative],
 ) -> dict[str, Any]:
-    from octavo.tools.plan import memory
+    from octavo.tools.plan import memory_plan
 
     cache, subject = load.cache, load.subject
     config = subject.program.config
     return {
         "model": subject.name,
         "parameters": subject.parameters,
-        "active_parameters": memory.active_parameters(subject),
+        "active_parameters": memory_plan.active_parameters(subject),
         "context": load.context,
         "users": load.users,
         "verdict": verdict(load, places[0], needs[0]),
@@ -293,11 +295,11 @@ def as_dict(
             | {"bytes": cache.kind_bytes(kind), "paged_bytes": cache.kind_paged_bytes(kind)}
             for kind in cache.kinds
         ],
-        "attention": [sharing._asdict() for sharing in memory.sharings(config, cache)],
+        "attention": [sharing._asdict() for sharing in memory_plan.sharings(config, cache)],
         "weights": {
             "format": load.stored.name,
             "bytes": load.stored.bytes,
-            "parts": [part._asdict() for part in memory.weight_parts(subject, load.stored)],
+            "parts": [part._asdict() for part in memory_plan.weight_parts(subject, load.stored)],
         },
         "work_bytes": load.work_bytes,
         "draft_model": None if load.draft is None else _draft_dict(load),
@@ -308,7 +310,7 @@ def as_dict(
     }
 
 
-def _draft_dict(load: Load) -> dict[str, Any]:
+def _draft_dict(load: ServingLoad) -> dict[str, Any]:
     assert load.draft is not None
     cache = load.draft_cache
     assert cache is not None
@@ -320,7 +322,7 @@ def _draft_dict(load: Load) -> dict[str, Any]:
     }
 
 
-def _place_dict(place: Place, need: Need | None) -> dict[str, Any]:
+def _place_dict(place: DeviceMemory, need: Need | None) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": place.name,
         "memory_bytes": place.memory_bytes,
@@ -357,7 +359,7 @@ def _alternative_dict(each: Alternative) -> dict[str, Any]:
 # --- for people ----------------------------------------------------------------------------------
 
 
-def verdict(load: Load, place: Place, need: Need | None) -> str:
+def verdict(load: ServingLoad, place: DeviceMemory, need: Need | None) -> str:
     """In a line: whether it fits there, and how many of its sequences would."""
     what = f"{plural(load.users, 'user')} of {load.context:,} tokens"
     what += " takes" if load.users == 1 else " take"
@@ -385,7 +387,7 @@ def verdict(load: Load, place: Place, need: Need | None) -> str:
     )
 
 
-def _unserved(load: Load) -> str:
+def _unserved(load: ServingLoad) -> str:
     """What the engine cannot hold."""
     from octavo.kv_cache.layout import KvDtype
 
@@ -402,17 +404,17 @@ def _parts_line(need: Need) -> str:
 
 
 def as_text(
-    load: Load,
-    places: list[Place],
+    load: ServingLoad,
+    places: list[DeviceMemory],
     needs: list[Need | None],
     instead: list[Alternative],
     serve: str,
-    loads: list[Load],
+    loads: list[ServingLoad],
 ) -> str:
-    from octavo.tools.plan import memory
+    from octavo.tools.plan import memory_plan
 
     subject = load.subject
-    active = memory.active_parameters(subject)
+    active = memory_plan.active_parameters(subject)
     used = f", {active:,} active" if active != subject.parameters else ""
     lines = [
         f"{subject.name}: {subject.program.config.family}, {subject.parameters:,} parameters{used}",
@@ -437,7 +439,7 @@ def as_text(
     return "\n".join(lines)
 
 
-def _smallest(places: list[Place], needs: list[Need | None]) -> str:
+def _smallest(places: list[DeviceMemory], needs: list[Need | None]) -> str:
     fitting = [
         place
         for place, need in zip(places, needs, strict=True)
@@ -449,8 +451,8 @@ def _smallest(places: list[Place], needs: list[Need | None]) -> str:
     return f"The smallest of the GPUs below that holds it: {least.name}."
 
 
-def _kv_lines(load: Load) -> list[str]:
-    from octavo.tools.plan import memory
+def _kv_lines(load: ServingLoad) -> list[str]:
+    from octavo.tools.plan import memory_plan
 
     cache = load.cache
     lines = [f"  {line}" for step in cache.steps for line in _folded(step)]
@@ -475,7 +477,7 @@ def _kv_lines(load: Load) -> list[str]:
     lines += [
         f"  {sharing.name}, {plural(sharing.kv_heads, 'KV head')}: {as_size(sharing.bytes)}"
         + (" (this model)" if sharing.own else "")
-        for sharing in memory.sharings(load.subject.program.config, cache)
+        for sharing in memory_plan.sharings(load.subject.program.config, cache)
     ]
     if load.draft_cache is not None and load.draft is not None:
         lines.append(
@@ -490,10 +492,10 @@ def _folded(step: str) -> list[str]:
     return [step] if len(step) <= 98 or not equals else [left, f"  = {right}"]
 
 
-def _weight_lines(load: Load) -> list[str]:
-    from octavo.tools.plan import memory
+def _weight_lines(load: ServingLoad) -> list[str]:
+    from octavo.tools.plan import memory_plan
 
-    parts = memory.weight_parts(load.subject, load.stored)
+    parts = memory_plan.weight_parts(load.subject, load.stored)
     rows = [(part.name, part.numbers, part.bytes, " ".join(part.formats)) for part in parts]
     rows.append(("all", load.subject.parameters, load.stored.bytes, ""))
     if load.draft is not None:
@@ -506,7 +508,9 @@ def _weight_lines(load: Load) -> list[str]:
     ]
 
 
-def _place_lines(loads: list[Load], places: list[Place], needs: list[Need | None]) -> list[str]:
+def _place_lines(
+    loads: list[ServingLoad], places: list[DeviceMemory], needs: list[Need | None]
+) -> list[str]:
     load = loads[0]
     lines = [
         f"{'':<18}{'memory':>11}{'takes':>11}{'for cache':>11}{'fits':>6}"
@@ -533,7 +537,7 @@ def _place_lines(loads: list[Load], places: list[Place], needs: list[Need | None
     ]
 
 
-def _shares(loads: list[Load], places: list[Place]) -> list[str]:
+def _shares(loads: list[ServingLoad], places: list[DeviceMemory]) -> list[str]:
     """What the cache may have, and the work space, on each kind of place."""
     said = {}
     for load, place in zip(loads, places, strict=True):
@@ -549,17 +553,19 @@ def _shares(loads: list[Load], places: list[Place]) -> list[str]:
     return [f"{where}: {text}" for where, text in said.items()]
 
 
-def _nothing(load: Load, place: Place) -> str:
-    from octavo.tools.plan import memory
+def _nothing(load: ServingLoad, place: DeviceMemory) -> str:
+    from octavo.tools.plan import memory_plan
 
-    smallest = min((load.stored, *memory.narrower(load, place)), key=lambda stored: stored.bytes)
+    smallest = min(
+        (load.stored, *memory_plan.narrower(load, place)), key=lambda stored: stored.bytes
+    )
     return (
         f"Nothing narrower, shorter or for fewer users fits on {place.name}: "
         f"{smallest.name}, the weights alone are {as_size(smallest.bytes)}."
     )
 
 
-def _instead_lines(place: Place, instead: list[Alternative]) -> list[str]:
+def _instead_lines(place: DeviceMemory, instead: list[Alternative]) -> list[str]:
     lines = [
         f"What would fit on {place.name}, the nearest first:",
         f"  {'weights':<34}{'KV':>6}{'context':>12}{'users':>10}{'takes':>12}",

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from octavo.kv_cache.layout import KvLayout
     from octavo.tools.plan.hardware import Device
     from octavo.tools.plan.phase import PartCost, Phase
-    from octavo.tools.plan.quantization import Plan, Stored
-    from octavo.tools.plan.schemes import Scheme
+    from octavo.tools.plan.quantization import QuantizationPlan, StoredWeights
+    from octavo.tools.plan.schemes import StorageScheme
     from octavo.tools.plan.subject import Subject
 
 EXAMPLES = (
@@ -160,7 +160,7 @@ def _tokens(flag: str, given: str | None, default: int, most: int) -> int:
 # --- JSON ----------------------------------------------------------------------------------------
 
 
-def as_dict(subject: Subject, plan: Plan) -> dict[str, Any]:
+def as_dict(subject: Subject, plan: QuantizationPlan) -> dict[str, Any]:
     stored = plan.stored
     return {
         "format": stored.name,
@@ -212,7 +212,7 @@ def _commonest(subject: Subject) -> tuple[int, int]:
 def as_table(
     subject: Subject,
     device: Device,
-    plans: list[Plan],
+    plans: list[QuantizationPlan],
     skipped: dict[str, str],
     layout: KvLayout,
     context: int,
@@ -256,9 +256,9 @@ def as_table(
 def as_sums(
     subject: Subject,
     device: Device,
-    plan: Plan,
-    scheme: Scheme,
-    edges: Scheme,
+    plan: QuantizationPlan,
+    scheme: StorageScheme,
+    edges: StorageScheme,
     layout: KvLayout,
     context: int,
     prompt: int,
@@ -352,7 +352,7 @@ def _part(role: str) -> str:
     return part(role)
 
 
-def _formats(stored: Stored) -> str:
+def _formats(stored: StoredWeights) -> str:
     """What a file's layers have, by bytes."""
     sizes: Counter[str] = Counter()
     for role, size in stored.sizes.items():
@@ -388,7 +388,7 @@ def _line(label: str, cost: PartCost | Phase) -> str:
     )
 
 
-def _crossing_lines(plan: Plan, context: int) -> list[str]:
+def _crossing_lines(plan: QuantizationPlan, context: int) -> list[str]:
     """From which batch decode is bound by operations, and why."""
     rates = plan.rates
     units = {part.arithmetic for part in plan.decode.parts if part.name == "layers"}

@@ -112,7 +112,7 @@ def command(
     to measure on. Quantized models are fine: heads are for the model as it is served.
     """
     from octavo.engine.config import SettingsError
-    from octavo.tools.train.medusa import Recipe, import_torch
+    from octavo.tools.train.medusa_training import HeadRecipe, import_torch
     from octavo.tools.train.run import train
 
     import_torch()  # before minutes are spent
@@ -125,7 +125,7 @@ def command(
     if text is not None and invented is not None:
         raise typer.BadParameter("--text says what is asked", param_hint="--invented")
     given: dict[str, Any] = {"width": width, "layers": layers, "row_epochs": row_epochs}
-    recipe = Recipe(
+    recipe = HeadRecipe(
         heads=heads,
         recurrent=recurrent,
         vocabulary=vocabulary,

@@ -421,9 +421,9 @@ class _Loader:
         return matrix
 
     def _built(self, of: Any) -> Any:
-        """Return what the runtime takes in place of a step, or of a part of one (`lower.Step`)."""
+        """Return what the runtime takes in place of a `lower.LoweredStep`, or of a part of one."""
         match of:
-            case lower.Step(kind, args):
+            case lower.LoweredStep(kind, args):
                 built: list[Any] = []
                 for arg in args:
                     if isinstance(arg, lower.Place):
@@ -437,7 +437,7 @@ class _Loader:
                 return _native.Value(buffer.offset, stride, buffer.local)
             case lower.Buffer(offset=offset, local=local):
                 return _native.Prepared(offset, local)
-            case lower.Weight(role, factor):
+            case lower.WeightRef(role, factor):
                 vector = self.held[role].number
                 if factor == 1.0:
                     return vector

@@ -58,7 +58,7 @@ class View(NamedTuple):
     experts: Experts | None = None
 
 
-class Weight(NamedTuple):
+class WeightRef(NamedTuple):
     """A weight that the runtime knows by a number; of a vector, its copy times ``factor``."""
 
     role: str
@@ -71,11 +71,11 @@ class Place(NamedTuple):
     layer: int
 
 
-class Step(NamedTuple):
+class LoweredStep(NamedTuple):
     """An object of the runtime (kernels/runtime.h) before all buffers have their offsets.
 
     ``args`` are those of its constructor. In place of a value it has a `View`, of prepared rows a
-    `Buffer`, and of the runtime's numbers a `Weight`, `Place`, `Rope` or `Experts`.
+    `Buffer`, and of the runtime's numbers a `WeightRef`, `Place`, `Rope` or `Experts`.
     """
 
     kind: Callable[..., Any]
@@ -89,7 +89,7 @@ def _buffers(of: Any) -> Iterator[Buffer]:
             yield of
         case View():
             yield of.buffer
-        case Step():
+        case LoweredStep():
             yield from _buffers(list(of.args))
         case list():
             for part in of:
@@ -99,7 +99,7 @@ def _buffers(of: Any) -> Iterator[Buffer]:
 class Region(NamedTuple):
     name: str
     selected: bool  # over the rows that want logits only
-    work: Step
+    work: LoweredStep
     ops: tuple[int, ...] = ()  # of the program, that it computes
 
     @property
@@ -207,7 +207,7 @@ class _Lowering:
 
     # Regions
 
-    def _rows(self, experts: Experts | None = None) -> list[Step]:
+    def _rows(self, experts: Experts | None = None) -> list[LoweredStep]:
         """Return the steps of the region that row-wise ops join: the last, or a new one.
 
         With ``experts`` the rows are their slots.
@@ -216,10 +216,10 @@ class _Lowering:
         if self.regions:
             last = self.regions[-1]
             if last.work.kind is kind and last.selected == self.selected:
-                steps: list[Step] = last.work.args[-1]
+                steps: list[LoweredStep] = last.work.args[-1]
                 return steps
         steps = []
-        work = Step(kind, (steps,) if experts is None else (experts, steps))
+        work = LoweredStep(kind, (steps,) if experts is None else (experts, steps))
         self.regions.append(Region("", self.selected, work))
         return steps
 
@@ -233,7 +233,7 @@ class _Lowering:
     ) -> None:
         """Add a row-wise step, which computes the ``op`` of that index."""
         steps = self._rows(experts)
-        region, step = self.regions[-1], Step(kind, args)
+        region, step = self.regions[-1], LoweredStep(kind, args)
         self.regions[-1] = region._replace(
             name=f"{region.name} {name}".strip(),
             ops=region.ops if op is None else (*region.ops, op),
@@ -243,7 +243,7 @@ class _Lowering:
             buffer.last = len(self.regions) - 1
 
     def _region(self, name: str, ops: Iterable[int], kind: Callable[..., Any], *args: Any) -> None:
-        region = Region(name, self.selected, Step(kind, args), tuple(ops))
+        region = Region(name, self.selected, LoweredStep(kind, args), tuple(ops))
         self.regions.append(region)
         for buffer in _buffers(region.work):
             buffer.last = len(self.regions) - 1
@@ -332,7 +332,7 @@ class _Lowering:
         args = (
             function.kernel,
             inputs,
-            [Weight(role, factor) for role, factor in function.weights],
+            [WeightRef(role, factor) for role, factor in function.weights],
             list(function.numbers),
             self._in_place(i),
             width,
@@ -343,7 +343,7 @@ class _Lowering:
 
     def _embed(self, i: int, op: model.Embed) -> int:
         self._rows()
-        args = Weight(op.weight), self._new_value(i), op.scale
+        args = WeightRef(op.weight), self._new_value(i), op.scale
         self._step("embed", _native.EmbedStep, *args, op=i)
         return 1
 
@@ -388,7 +388,7 @@ class _Lowering:
             self._rows()
             self._step("keep", _native.KeepStep, self._read(i), self._read(i).width)
         buffer = self._prepare(self.uses[i].reads[0], op.weight)
-        args = Weight(op.weight), buffer, op.softcap
+        args = WeightRef(op.weight), buffer, op.softcap
         self._region("logits", (i,), _native.LogitsRegion, *args)
         return 1
 
@@ -413,8 +413,10 @@ class _Lowering:
                 out = self._new_after_rows(j)
             else:
                 out = self.views[self.uses[i + 1].writes[0]] = self.views[residual]
-            bias = -1 if op.bias is None else Weight(op.bias)
-            parts.append(Step(_native.LinearPart, (Weight(op.weight), activations, out, bias)))
+            bias = -1 if op.bias is None else WeightRef(op.bias)
+            parts.append(
+                LoweredStep(_native.LinearPart, (WeightRef(op.weight), activations, out, bias))
+            )
         count = len(ops) + (residual is not None)  # the addition
         name, accumulate = _names(ops), residual is not None
         self._region(name, range(i, i + count), _native.LinearRegion, parts, accumulate)
@@ -442,8 +444,8 @@ class _Lowering:
             slots = self._new_slots(stride * FLOAT_BYTES, experts)
             slots.first = len(self.regions)
             self.views[out] = View(slots, width, stride, experts)
-            matrices = [Weight(role) for role in each.weights]
-            parts.append(Step(_native.ExpertsPart, (matrices, buffer, self.views[out])))
+            matrices = [WeightRef(role) for role in each.weights]
+            parts.append(LoweredStep(_native.ExpertsPart, (matrices, buffer, self.views[out])))
         self._region(_names(ops), range(i, i + len(ops)), _native.ExpertsRegion, experts, parts)
         return len(ops)
 

@@ -28,7 +28,7 @@ from octavo.scheduler.request import Request, RequestRecord
 Prompts = list[list[int]]
 
 
-class Phase(NamedTuple):
+class MeasuredPhase(NamedTuple):
     """Steps of one kind, run one after the other."""
 
     tokens: int  # read (prefill) or drawn (decode)
@@ -48,7 +48,7 @@ class Phase(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class BatchShape:
     """How much is to be run at once; tokens are a sequence's."""
 
     sequences: int
@@ -79,7 +79,9 @@ class Drive:
         self.engine.observers.append(self)
 
     @classmethod
-    def load(cls, model: str | Path | Checkpoint, config: EngineConfig, loads: list[Load]) -> Self:
+    def load(
+        cls, model: str | Path | Checkpoint, config: EngineConfig, loads: list[BatchShape]
+    ) -> Self:
         """An engine that can run each of the loads. Raises as `load_engine`, and `SettingsError`
         with the arithmetic when one of them does not fit.
 
@@ -132,7 +134,7 @@ class Drive:
     def threads(self) -> int:
         return self.executor.threads
 
-    def working_set(self, load: Load) -> int:
+    def working_set(self, load: BatchShape) -> int:
         """Bytes that a decode step reads, over and over: weights and cache."""
         layout = self.loaded.engine.scheduler.kv.layout
         return self.loaded.weight_bytes + load.sequences * layout.block_bytes * peak_blocks(
@@ -161,13 +163,13 @@ class Drive:
             path = self.loaded.checkpoint.path
             raise CheckpointError(f"{path}: cannot be measured: {self._failure}")
 
-    def prompts(self, load: Load) -> Prompts:
+    def prompts(self, load: BatchShape) -> Prompts:
         """Random token ids, so that no two prompts begin alike."""
         shape = load.sequences, load.prompt_len
         prompts: Prompts = self._random.integers(0, self.engine.vocab_size, shape).tolist()
         return prompts
 
-    def prefill(self, prompts: Prompts) -> Phase:
+    def prefill(self, prompts: Prompts) -> MeasuredPhase:
         """Read the prompts, a token drawn from each; they stay in the prefix cache."""
         self.prefill_begun(prompts)
         return self._run(self.engine.has_work, sum(map(len, prompts)))
@@ -200,7 +202,7 @@ class Drive:
             while self.engine.has_work():
                 self.engine.step()
 
-    def decode(self, prompts: Prompts, steps: int) -> Phase:
+    def decode(self, prompts: Prompts, steps: int) -> MeasuredPhase:
         """``steps`` tokens of every prompt; with speculation, as soon as each sequence has them."""
         if self.loaded.config.speculation is not None:
             return self._decode_ahead(prompts, steps)
@@ -211,7 +213,7 @@ class Drive:
             raise RuntimeError("a decode step had other work than a token of each sequence")
         return phase
 
-    def _decode_ahead(self, prompts: Prompts, steps: int) -> Phase:
+    def _decode_ahead(self, prompts: Prompts, steps: int) -> MeasuredPhase:
         """Sequences that have their tokens end, so that the last ones run in a smaller batch."""
         with self.decoding(prompts, steps):
             before = self.engine.stats()
@@ -245,7 +247,7 @@ class Drive:
             )
         return requests
 
-    def _run(self, more: Callable[[], bool], tokens: int) -> Phase:
+    def _run(self, more: Callable[[], bool], tokens: int) -> MeasuredPhase:
         self.batches.clear()
         times = []
         while more():
@@ -253,7 +255,7 @@ class Drive:
             self.step()
             times.append(time.perf_counter() - start)
         batches, self.batches = self.batches, []
-        return Phase(tokens, times, batches)
+        return MeasuredPhase(tokens, times, batches)
 
 
 def _spare_steps(sequences: int, config: EngineConfig) -> int:
@@ -263,12 +265,12 @@ def _spare_steps(sequences: int, config: EngineConfig) -> int:
     return 2 + sequences * config.block_size // config.max_num_batched_tokens
 
 
-def _tokens(load: Load, config: EngineConfig) -> int:
+def _tokens(load: BatchShape, config: EngineConfig) -> int:
     """Positions that a sequence of the load may come to have."""
     return load.prompt_len + load.output_len + _spare_steps(load.sequences, config)
 
 
-def _blocks(load: Load, config: EngineConfig, layout: KvLayout) -> int:
+def _blocks(load: BatchShape, config: EngineConfig, layout: KvLayout) -> int:
     """KV blocks to run the load without any being taken from a cached prompt: all of each
     sequence's, whether or not a window has passed over them, and a copy of the block that it
     shares with the cached prompt.

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.executor.base import Batch, Int32
-from octavo.executor.build import executor_class
+from octavo.executor.registry import executor_class
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader import load
 from octavo.loader.base import Checkpoint
@@ -82,7 +82,7 @@ def best_length(accepted: Sequence[float], draft: float, verify: Sequence[float]
     return found
 
 
-class Step(NamedTuple):
+class EliminationStep(NamedTuple):
     """A subset on the way, and how often it guesses the next token."""
 
     layers: Layers
@@ -95,12 +95,12 @@ def eliminate(
     agreement: Callable[[Layers], float],
     costs: Costs,
     progress: Progress = lambda _: None,
-) -> list[Step]:
+) -> list[EliminationStep]:
     """From all ``count`` layers on one fewer at a time, as long as more may be gained than was
     found. ``agreement``: how often a subset guesses the next token.
     """
     kept = list(range(count))
-    steps: list[Step] = []
+    steps: list[EliminationStep] = []
     found = 0.0
     # Without whom the subset does best, and how many were kept when that was seen.
     best = [(-1.0, layer, count + 1) for layer in kept]
@@ -114,7 +114,7 @@ def eliminate(
         heapq.heappop(best)
         kept.remove(layer)
         predicted = _predict(-score, costs, len(kept))
-        steps.append(Step(tuple(kept), -score, predicted))
+        steps.append(EliminationStep(tuple(kept), -score, predicted))
         found = max(found, predicted.speedup)
         progress(
             f"{len(kept)} of {count} layers: {-score:.0%} of guesses are right, "

@@ -19,7 +19,7 @@ from octavo.executor.cost import OpCost, Rates
 from octavo.loader.base import Checkpoint
 from octavo.machine.limits import Limits, Progress, highest
 from octavo.models.program import Op, Program
-from octavo.tools.bench.drive import Drive, Load
+from octavo.tools.bench.drive import BatchShape, Drive
 
 
 class Span(NamedTuple):
@@ -104,7 +104,7 @@ class Profile:
 def profile(
     model: str | Path | Checkpoint,
     config: EngineConfig,
-    load: Load,
+    load: BatchShape,
     *,
     prefill: bool,
     steps: int,
@@ -140,14 +140,14 @@ _Record = Callable[[], Recorded]
 _WARM_UP = 3  # steps that are run first and not looked at
 
 
-def _decode(drive: Drive, load: Load, steps: int, record: _Record) -> list[Recorded]:
+def _decode(drive: Drive, load: BatchShape, steps: int, record: _Record) -> list[Recorded]:
     prompts = drive.prompts(load)
     drive.prefill(prompts)
     with drive.decoding(prompts, steps + _WARM_UP):
         return [record() for _ in range(steps + _WARM_UP)][_WARM_UP:]
 
 
-def _prefill(drive: Drive, load: Load, steps: int, record: _Record) -> list[Recorded]:
+def _prefill(drive: Drive, load: BatchShape, steps: int, record: _Record) -> list[Recorded]:
     recorded: list[Recorded] = []
     for _ in range(steps + _WARM_UP):
         drive.prefill_begun(drive.prompts(load))
@@ -222,7 +222,7 @@ def _watched(drive: Drive) -> Iterator[_Record]:
 
 
 def _taken_apart(
-    drive: Drive, load: Load, step: Recorded, steps: int, limits: list[Limits], prefill: bool
+    drive: Drive, load: BatchShape, step: Recorded, steps: int, limits: list[Limits], prefill: bool
 ) -> Profile:
     executor = drive.executor
     working_set = drive.working_set(load)

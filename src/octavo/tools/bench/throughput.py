@@ -19,9 +19,9 @@ from octavo.engine.config import EngineConfig
 from octavo.executor.cost import Rates
 from octavo.loader.base import Checkpoint
 from octavo.machine.limits import Limits, Progress, highest
-from octavo.tools.bench.drive import Drive, Load, Phase
+from octavo.tools.bench.drive import BatchShape, Drive, MeasuredPhase
 
-_WARM_UP = Load(1, 32, 8)
+_WARM_UP = BatchShape(1, 32, 8)
 
 
 class Spread(NamedTuple):
@@ -99,7 +99,7 @@ def throughput(
     ``limits`` None: measured quickly before and after each, on the engine's threads. Raises what
     `Drive.load` does.
     """
-    loads = [Load(size, prompt_len, output_len) for size in batch_sizes]
+    loads = [BatchShape(size, prompt_len, output_len) for size in batch_sizes]
     progress("loading the model")
     drive = Drive.load(model, config, [*loads, _WARM_UP])
     try:
@@ -122,13 +122,17 @@ def throughput(
         drive.close()
 
 
-def _phases(drive: Drive, load: Load) -> tuple[Phase, Phase]:
+def _phases(drive: Drive, load: BatchShape) -> tuple[MeasuredPhase, MeasuredPhase]:
     prompts = drive.prompts(load)
     return drive.prefill(prompts), drive.decode(prompts, load.output_len)
 
 
 def _row(
-    drive: Drive, load: Load, prefills: list[Phase], decodes: list[Phase], limits: list[Limits]
+    drive: Drive,
+    load: BatchShape,
+    prefills: list[MeasuredPhase],
+    decodes: list[MeasuredPhase],
+    limits: list[Limits],
 ) -> Row:
     loaded, working_set = drive.loaded, drive.working_set(load)
     prefill_rates = highest(limits, drive.threads, loaded.weight_bytes)
@@ -166,7 +170,7 @@ def _row(
     )
 
 
-def _savings(decodes: list[Phase]) -> dict[str, Any]:
+def _savings(decodes: list[MeasuredPhase]) -> dict[str, Any]:
     seconds = sum(phase.seconds for phase in decodes)
     saved = sum(phase.time_saved_seconds for phase in decodes)
     drafts = sum(phase.drafts for phase in decodes)
@@ -179,7 +183,7 @@ def _savings(decodes: list[Phase]) -> dict[str, Any]:
     }
 
 
-def _limit(drive: Drive, phases: list[Phase], rates: Rates) -> float:
+def _limit(drive: Drive, phases: list[MeasuredPhase], rates: Rates) -> float:
     """Tokens a second if every op of the steps ran at the roofline."""
     seconds = sum(
         drive.executor.costs.seconds(batch, rates) for phase in phases for batch in phase.batches

@@ -30,7 +30,7 @@ _SPREAD = 0.7548776662466927, 0.5698402909980532
 _TURN = 1 << 80  # keeps the tokens of one repetition apart from those of another
 
 
-class Work(NamedTuple):
+class TokenCost(NamedTuple):
     """What tokens cost a full engine, in seconds of its time."""
 
     prompt_token: float  # that is computed, not found in the prefix cache
@@ -63,7 +63,7 @@ class Capacity(NamedTuple):
     """What an engine can serve of a mix of requests."""
 
     requests_per_second: float
-    work: Work
+    work: TokenCost
 
 
 def capacity(
@@ -122,7 +122,7 @@ def capacity(
         )
         given = sum(_given(record, start, end) for record in full)
         seconds = (computed + given * work.output_token) / (end - start)
-    return Capacity(seconds / of_mix, Work(*(each / seconds for each in work)))
+    return Capacity(seconds / of_mix, TokenCost(*(each / seconds for each in work)))
 
 
 def _given(record: Record, start: float, end: float) -> float:
@@ -190,7 +190,7 @@ def _part_way(sample: Sample, share: float, index: int) -> Sample:
     )
 
 
-def work_of(simulation: Simulation) -> Work:
+def work_of(simulation: Simulation) -> TokenCost:
     """By the cost model alone: what a token of a prompt adds to a step of a full engine, and each
     sequence's share of a step that only decodes.
     """
@@ -205,4 +205,4 @@ def work_of(simulation: Simulation) -> Work:
         executor.costs.seconds(mixed_batch(running, context, some), executor.rates)
         for some in (0, tokens)
     )
-    return Work((mixed - decode) / tokens, decode / running)
+    return TokenCost((mixed - decode) / tokens, decode / running)

@@ -9,7 +9,7 @@ from octavo.engine.calibration import Calibration
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import LoadedEngine, load_engine
 from octavo.tools.plan import calibrating
-from octavo.tools.plan.replay import replay
+from octavo.tools.plan.load_replay import replay
 from octavo.tools.plan.slo import Figures, Slo, promised
 from octavo.tools.workload.datasets import Part, Sample
 from octavo.words import plural

@@ -44,7 +44,7 @@ class Observation(NamedTuple):
     seconds: float  # scheduling to delivery
 
 
-class Parameter(NamedTuple):
+class FittedParameter(NamedTuple):
     """One of the parameters: where it is looked for, and how surely (in logarithms)."""
 
     name: str
@@ -105,24 +105,24 @@ def slowness(
     def slowed(found: Array) -> Rates:
         return swift.slowed(*np.exp(found).tolist())
 
-    same = [Parameter(name, 1.0, 0.2) for name in ("memory", "processor")]
+    same = [FittedParameter(name, 1.0, 0.2) for name in ("memory", "processor")]
     found, _ = solve(_Steps.of(costs, observations), same, slowed)
     memory, processor = np.exp(believed * found).tolist()
     return memory, processor
 
 
-def _parameters(limits: Rates, attention: Arithmetic) -> list[Parameter]:
+def _parameters(limits: Rates, attention: Arithmetic) -> list[FittedParameter]:
     return [
-        Parameter("bytes_per_second", 0.8 * limits.bytes_per_second, 0.7),
-        Parameter("share_of_peak", 0.6, 0.7),
-        Parameter("knee", 2.5, 0.5),
-        Parameter("kv_bytes_per_second", limits.bytes_per_second, 1.0),
-        Parameter("attention_ops_per_second", 0.5 * limits.peak(attention), 1.0),
-        Parameter("step_overhead", 500e-6, 1.0),
-        Parameter("unpacking", 2.0, 0.7),
-        Parameter("batch_overhead", 200e-6, 1.0),
-        Parameter("row_overhead", 30e-6, 1.0),
-        Parameter("chunk_overhead", 150e-6, 1.0),
+        FittedParameter("bytes_per_second", 0.8 * limits.bytes_per_second, 0.7),
+        FittedParameter("share_of_peak", 0.6, 0.7),
+        FittedParameter("knee", 2.5, 0.5),
+        FittedParameter("kv_bytes_per_second", limits.bytes_per_second, 1.0),
+        FittedParameter("attention_ops_per_second", 0.5 * limits.peak(attention), 1.0),
+        FittedParameter("step_overhead", 500e-6, 1.0),
+        FittedParameter("unpacking", 2.0, 0.7),
+        FittedParameter("batch_overhead", 200e-6, 1.0),
+        FittedParameter("row_overhead", 30e-6, 1.0),
+        FittedParameter("chunk_overhead", 150e-6, 1.0),
     ]
 
 
@@ -226,7 +226,7 @@ class Observed(Protocol[T_contra]):
 
 
 def solve(
-    steps: Observed[T_contra], parameters: list[Parameter], rates: Callable[[Array], T_contra]
+    steps: Observed[T_contra], parameters: list[FittedParameter], rates: Callable[[Array], T_contra]
 ) -> tuple[Array, Array]:
     """The parameters' logarithms, and their standard errors."""
     usual = np.log([parameter.usual for parameter in parameters])
@@ -271,7 +271,7 @@ def solve(
 def _validated(
     observations: Sequence[Observation],
     steps: _Steps,
-    parameters: list[Parameter],
+    parameters: list[FittedParameter],
     limits: Rates,
     folds: int = 4,
 ) -> tuple[tuple[KindError, ...], float]:

@@ -25,17 +25,17 @@ from octavo.models.program import (
 )
 from octavo.tools.plan.hardware import Device
 from octavo.tools.plan.phase import Phase, crossing, decode_batch, phase, prefill_batch
-from octavo.tools.plan.schemes import GGUF, PlannedFormat, Scheme, scheme
+from octavo.tools.plan.schemes import GGUF, PlannedFormat, StorageScheme, scheme
 from octavo.tools.plan.subject import Subject, part
 
 
-class Stored(NamedTuple):
+class StoredWeights(NamedTuple):
     """A model's weights in some formats: each weight's format and bytes, by role."""
 
     name: str
     formats: dict[str, WeightFormat | PlannedFormat]
     sizes: dict[str, int]
-    scheme: Scheme | None  # of the layers; None: as a file has them
+    scheme: StorageScheme | None  # of the layers; None: as a file has them
     groups: dict[str, int]  # of grouped formats
 
     @property
@@ -46,7 +46,7 @@ class Stored(NamedTuple):
         return sum(size for role, size in self.sizes.items() if part(role) == name)
 
 
-def in_scheme(subject: Subject, scheme: Scheme, edges: Scheme) -> Stored:
+def in_scheme(subject: Subject, scheme: StorageScheme, edges: StorageScheme) -> StoredWeights:
     """The layers' matrices in ``scheme``, embedding and head in ``edges``, vectors in F32.
 
     Raises `ValueError` where a matrix cannot be stored so, with its name.
@@ -61,15 +61,15 @@ def in_scheme(subject: Subject, scheme: Scheme, edges: Scheme) -> Stored:
             raise ValueError(f"{error} ({role})") from None
         formats[role] = own.format
         groups[role] = (own.group or shape[-1]) if own.format.grouped else 0
-    return Stored(scheme.name, formats, sizes, scheme, groups)
+    return StoredWeights(scheme.name, formats, sizes, scheme, groups)
 
 
-def as_stored(subject: Subject) -> Stored | None:
+def as_stored(subject: Subject) -> StoredWeights | None:
     """The weights as the file has them, not as they are read; vectors in F32 as everywhere here."""
     if subject.stored is None:
         return None
     weights = {role: subject.stored[role] for role in subject.program.weights}
-    return Stored(
+    return StoredWeights(
         "as stored",
         {role: weight.format for role, weight in weights.items()},
         {
@@ -81,7 +81,9 @@ def as_stored(subject: Subject) -> Stored | None:
     )
 
 
-def as_asked(subject: Subject, scheme: Scheme | None = None, edges: Scheme | None = None) -> Stored:
+def as_asked(
+    subject: Subject, scheme: StorageScheme | None = None, edges: StorageScheme | None = None
+) -> StoredWeights:
     """The weights in ``scheme``, embedding and head in ``edges`` (None: BF16); without a scheme as
     a file has them or, where there is only a shape, in BF16.
 
@@ -107,7 +109,7 @@ def as_asked(subject: Subject, scheme: Scheme | None = None, edges: Scheme | Non
     return in_scheme(subject, bf16, edges or bf16)
 
 
-def as_rounded(subject: Subject, name: str) -> Stored:
+def as_rounded(subject: Subject, name: str) -> StoredWeights:
     """As ``--quantization`` int8 or int4 leaves a float checkpoint (loader/rounding.py), its
     scales in 16 bits; fp8 as GPUs' engines do, the layers only. Raises `ValueError` for weights
     that are quantized already.
@@ -136,15 +138,15 @@ def as_rounded(subject: Subject, name: str) -> Stored:
         of_group = 16 if rounding.symmetric else 16 + bits  # a scale, and a zero
         formats[role], groups[role] = rounding.format, group
         sizes[role] = -(-rows * (columns * bits + -(-columns // group) * of_group) // 8)
-    return Stored(f"{name}, rounded", formats, sizes, None, groups)
+    return StoredWeights(f"{name}, rounded", formats, sizes, None, groups)
 
 
-def for_gpus(stored: Stored) -> bool:
+def for_gpus(stored: StoredWeights) -> bool:
     """Whether there are weights in it that only GPUs' engines hold."""
     return any(isinstance(format, PlannedFormat) for format in stored.formats.values())
 
 
-def held(subject: Subject, stored: Stored, isa: str | None = None) -> dict[str, int] | None:
+def held(subject: Subject, stored: StoredWeights, isa: str | None = None) -> dict[str, int] | None:
     """Bytes of the engine's own packed copies, by role; None when it cannot hold such a format.
     Raises `SettingsError` for an ``OCTAVO_ISA`` that is not here.
     """
@@ -173,10 +175,10 @@ def held(subject: Subject, stored: Stored, isa: str | None = None) -> dict[str, 
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class QuantizationPlan:
     """A model in some format on a machine."""
 
-    stored: Stored
+    stored: StoredWeights
     bytes_per_weight: float  # over the layers' matrices
     rates: Rates
     decode: Phase  # one sequence
@@ -191,12 +193,12 @@ class Plan:
 
 
 def arithmetic(
-    stored: Stored, device: Device, quantized: Arithmetic | None = None
+    stored: StoredWeights, device: Device, quantized: Arithmetic | None = None
 ) -> dict[str, Arithmetic]:
     """What multiplies each matrix on a device. ``quantized`` multiplies all that is not a float
     format; None: as engines do there. This engine's kernels round activations to 8 bits beside
     quantized weights. GPUs' widen weights of few bits to 16 (W4A16, W8A16), but for the schemes
-    whose activations have 8 bits, too (`Scheme.narrow`): fp8 where there are units for it.
+    whose activations have 8 bits, too (`StorageScheme.narrow`): fp8 where there are units for it.
     """
     narrow = stored.scheme is not None and stored.scheme.narrow
     usual = Arithmetic.INT8 if narrow or not device.gpu else Arithmetic.BF16
@@ -211,7 +213,7 @@ def arithmetic(
 
 def cost_model(
     subject: Subject,
-    stored: Stored,
+    stored: StoredWeights,
     layout: KvLayout,
     device: Device,
     quantized: Arithmetic | None = None,
@@ -228,7 +230,7 @@ def cost_model(
 
 def plan(
     subject: Subject,
-    stored: Stored,
+    stored: StoredWeights,
     device: Device,
     *,
     layout: KvLayout | None = None,
@@ -236,7 +238,7 @@ def plan(
     prompt: int,
     quantized: Arithmetic | None = None,
     isa: str | None = None,
-) -> Plan:
+) -> QuantizationPlan:
     """``context``: tokens in the cache of each sequence that decodes; ``prompt``: tokens read at
     once in prefill; ``quantized``: as of `arithmetic`; ``layout``: of the cache (None: in bf16).
     """
@@ -261,7 +263,7 @@ def plan(
         # A step's reading against one token's arithmetic, whose units may differ in a file.
         seconds = sum(2 * prod(matrices[role]) / rates.peak(units[role]) for role in matrices)
         layers_crossing = per_weight * weights / rates.bytes_per_second / seconds
-    return Plan(
+    return QuantizationPlan(
         stored,
         per_weight,
         rates,

@@ -12,7 +12,7 @@ from octavo.engine.stats import EngineStats
 from octavo.machine.memory import as_size
 from octavo.tools.plan.band import Doubt, band, uncertain
 from octavo.tools.plan.capacity import Capacity
-from octavo.tools.plan.replay import QUEUE_FULL, SHED
+from octavo.tools.plan.load_replay import QUEUE_FULL, SHED
 from octavo.tools.plan.saturation import Saturation, saturation
 from octavo.tools.plan.series import GAUGES
 from octavo.tools.plan.simulation import Simulation

@@ -25,7 +25,7 @@ from octavo.kv_cache.layout import KvLayout
 from octavo.tools.plan.defaults import GPU
 from octavo.tools.plan.hardware import Device
 from octavo.tools.plan.phase import MOST_SEQUENCES, Phase, chunked, crossing, decode_batch, phase
-from octavo.tools.plan.quantization import Stored, cost_model
+from octavo.tools.plan.quantization import StoredWeights, cost_model
 from octavo.tools.plan.subject import Subject
 
 
@@ -79,7 +79,7 @@ class Roofline:
     """A model on a device. ``decode`` is in order of context, then batch."""
 
     subject: Subject
-    stored: Stored
+    stored: StoredWeights
     layout: KvLayout
     device: Device
     rates: Rates  # the roof
@@ -92,7 +92,7 @@ class Roofline:
 
 def roofline(
     subject: Subject,
-    stored: Stored,
+    stored: StoredWeights,
     device: Device,
     *,
     layout: KvLayout,

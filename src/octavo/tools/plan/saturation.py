@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.tools.plan.capacity import Capacity, work_of
-from octavo.tools.plan.replay import QUEUE_FULL
+from octavo.tools.plan.load_replay import QUEUE_FULL
 from octavo.tools.plan.series import GAUGES
 from octavo.tools.plan.simulation import Simulation
 from octavo.words import number

@@ -64,7 +64,7 @@ class Term(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class StorageScheme:
     """How the matrices of a model might be stored."""
 
     name: str
@@ -102,8 +102,8 @@ class Scheme:
         return " = ".join([*steps, f"{float(sum(shares)):.9g}"])
 
 
-def _gguf(format: WeightFormat, bits: int, *shared: Term) -> Scheme:
-    return Scheme(format.name, format, (Term(bits, ""), *shared))
+def _gguf(format: WeightFormat, bits: int, *shared: Term) -> StorageScheme:
+    return StorageScheme(format.name, format, (Term(bits, ""), *shared))
 
 
 # Scales and mins of small groups, and the 16-bit numbers that they multiply.
@@ -143,7 +143,9 @@ GROUPED = {3: WeightFormat.I3, 4: WeightFormat.I4, 8: WeightFormat.I8}
 BITS = {"gptq": (3, 4, 8), "awq": (4,), "compressed-tensors": (4, 8)}
 # By vLLM's names: 8 bits for weights and activations. e4m3 and e5m2 take the same bytes.
 EIGHT_BITS = {
-    name: Scheme(name.partition("_")[0], format, (Term(8, ""), Term(16, "scale", 0)), narrow=True)
+    name: StorageScheme(
+        name.partition("_")[0], format, (Term(8, ""), Term(16, "scale", 0)), narrow=True
+    )
     for name, format in (
         ("w8a8", WeightFormat.I8),
         ("fp8", PlannedFormat.FP8),
@@ -156,7 +158,7 @@ NAMES = (*(format.name.lower() for format in GGUF), *BITS, *EIGHT_BITS)
 
 def scheme(
     name: str, bits: int | None = None, group: int | None = None, *, symmetric: bool = True
-) -> Scheme:
+) -> StorageScheme:
     """The scheme of a name of `NAMES`; ``group`` -1 is a whole row.
 
     ``bits`` and ``group`` are for gptq, awq and compressed-tensors (None: 4 bits, groups of 128),
@@ -190,7 +192,7 @@ def scheme(
         terms.append(Term(32, "g_idx", shared=True))  # each input's group
     wide = f"group {group}" if per else "a row"
     kind = "" if name != "compressed-tensors" else " sym" if symmetric else " asym"
-    return Scheme(
+    return StorageScheme(
         f"{name} {bits} bits{kind}, {wide}",
         GROUPED[bits],
         tuple(terms),
@@ -199,7 +201,7 @@ def scheme(
     )
 
 
-def survey() -> list[Scheme]:
+def survey() -> list[StorageScheme]:
     """What a table of formats shows: every GGUF format, and the grouped ones at usual sizes."""
     grouped = [
         scheme(name, bits, group)

@@ -22,14 +22,21 @@ from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.request import LatencyTarget
 from octavo.scheduler.scheduler import Scheduler
 from octavo.spec_decode.config import SpeculativeConfig
-from octavo.spec_decode.scripted import ScriptedDrafter
+from octavo.spec_decode.scripted_drafter import ScriptedDrafter
 from octavo.spec_decode.speculator import Speculator
 from octavo.tools.plan.calibrating import misfit
 from octavo.tools.plan.gpu import RUNTIME_BYTES
 from octavo.tools.plan.hardware import Device
-from octavo.tools.plan.quantization import Stored, arithmetic, as_asked, as_rounded, for_gpus, held
-from octavo.tools.plan.replay import Replay, replay
-from octavo.tools.plan.schemes import Scheme
+from octavo.tools.plan.load_replay import Replay, replay
+from octavo.tools.plan.quantization import (
+    StoredWeights,
+    arithmetic,
+    as_asked,
+    as_rounded,
+    for_gpus,
+    held,
+)
+from octavo.tools.plan.schemes import StorageScheme
 from octavo.tools.plan.series import Series
 from octavo.tools.plan.subject import Subject
 from octavo.tools.workload.datasets import Sample
@@ -43,7 +50,7 @@ class Setup:
     """What is to be simulated: a model in some format on a device, with an engine's settings."""
 
     subject: Subject
-    stored: Stored  # the weights' formats and bytes
+    stored: StoredWeights  # the weights' formats and bytes
     device: Device
     config: EngineConfig = field(default_factory=EngineConfig)
     quantized: Arithmetic | None = None  # what multiplies quantized weights; None: as usual there
@@ -141,10 +148,10 @@ def check_simulated(speculation: SpeculativeConfig | None) -> None:
 def weights_on(
     device: Device,
     subject: Subject,
-    scheme: Scheme | None = None,
-    edges: Scheme | None = None,
+    scheme: StorageScheme | None = None,
+    edges: StorageScheme | None = None,
     quantization: str | None = None,
-) -> Stored:
+) -> StoredWeights:
     """The weights, `as_asked` or `as_rounded` by ``quantization``, as the device would hold them:
     on this machine it is the engine's own packed copies that are counted. Raises `SettingsError`.
     """

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from octavo.tools.plan.tune_trial import Report, Trial, Trials, kept
+from octavo.tools.plan.tune_trial import Report, Trials, TuneTrial, kept
 from octavo.tools.workload.datasets import Sample
 
 LASTING = 4  # median times of an answer that a load lasts at least
@@ -20,12 +20,12 @@ def arrival_rate(samples: Sequence[Sample]) -> float:
 
 def sustained(
     trials: Trials,
-    trial: Trial,
+    trial: TuneTrial,
     samples: Sequence[Sample],
     *,
     in_time: Callable[[], bool] = lambda: True,
     report: Report = lambda _: None,
-) -> list[tuple[float, Trial]]:
+) -> list[tuple[float, TuneTrial]]:
     """The engine of a trial under its load at other speeds, ascending, to find where it no longer
     keeps the SLO: doubled or halved until that changes, then five bisections. Arrivals at
     speed 2 come in half the time; faster than that they last for `LASTING` answers it is a

@@ -31,7 +31,7 @@ from octavo.engine.config import DoesNotFit, SettingsError
 from octavo.tools.plan.frontier import frontier
 from octavo.tools.plan.sustained import arrival_rate, sustained
 from octavo.tools.plan.tune_space import ROUNDS, Choice, Space, describe
-from octavo.tools.plan.tune_trial import Report, Trial, Trials, kept
+from octavo.tools.plan.tune_trial import Report, Trials, TuneTrial, kept
 from octavo.tools.workload.datasets import Sample
 from octavo.words import number
 
@@ -45,20 +45,20 @@ GOODPUT_GRAIN, LATENCY_GRAIN = math.log(1.01), math.log(1.05)
 class Tuned:
     """What the search found. Trials are of the whole load, in the order they were made."""
 
-    best: Trial
-    default: Trial | None  # None: the engine's defaults do not fit
-    trials: list[Trial]
-    exact: Trial | None  # the best of those that round no number further; None: none was tried
+    best: TuneTrial
+    default: TuneTrial | None  # None: the engine's defaults do not fit
+    trials: list[TuneTrial]
+    exact: TuneTrial | None  # the best of those that round no number further; None: none was tried
     impossible: dict[Choice, str]  # why a choice cannot be
     short_trials: int  # under a stretch of the load
     cost: float  # in trials of the whole load
     stopped: str | None  # why the search ended before it had nothing left to try
-    frontier: list[Trial]
+    frontier: list[TuneTrial]
 
-    def with_best(self, best: Trial) -> Tuned:
+    def with_best(self, best: TuneTrial) -> Tuned:
         """With this one, of the same choice, in place of the best."""
 
-        def chosen(trial: Trial) -> Trial:
+        def chosen(trial: TuneTrial) -> TuneTrial:
             return best if trial is self.best else trial
 
         return replace(
@@ -90,7 +90,7 @@ class Search:
     ) -> None:
         self.trials, self.samples, self.space, self.report = trials, samples, space, report
         self._budget, self._deadline = budget, time.monotonic() + seconds
-        self._whole: dict[Choice, Trial] = {}
+        self._whole: dict[Choice, TuneTrial] = {}
         self._cost, self._short_trials = 0.0, 0
         self._stopped: str | None = None
 
@@ -100,7 +100,7 @@ class Search:
 
     # What is better
 
-    def merit(self, trial: Trial) -> tuple[float, ...]:
+    def merit(self, trial: TuneTrial) -> tuple[float, ...]:
         """More is better. A total order, so that a search can be repeated."""
         figures, choice = trial.figures, trial.choice
         pressure = figures.pressure(self.trials.slo)
@@ -114,13 +114,13 @@ class Search:
 
     # A trial
 
-    def _run(self, choice: Choice, samples: Sequence[Sample]) -> Trial | None:
+    def _run(self, choice: Choice, samples: Sequence[Sample]) -> TuneTrial | None:
         trial = self.trials.run(choice, samples)
         if trial is not None:
             self._cost += len(samples) / len(self.samples)
         return trial
 
-    def try_whole(self, choice: Choice) -> Trial | None:
+    def try_whole(self, choice: Choice) -> TuneTrial | None:
         """Under the whole load, once; None where it cannot be or the budget is spent."""
         if choice not in self._whole and not self._over():
             trial = self._run(choice, self.samples)
@@ -245,7 +245,7 @@ class Search:
                             break
                         best, improved = trial, True
 
-    def sustained(self, trial: Trial) -> list[tuple[float, Trial]]:
+    def sustained(self, trial: TuneTrial) -> list[tuple[float, TuneTrial]]:
         """Where the engine of a trial no longer keeps the SLO, as long as there is time."""
         return sustained(
             self.trials, trial, self.samples, in_time=self._in_time, report=self.report

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from octavo.tools.plan.slo import Slo
 from octavo.tools.plan.tune import Tuned
-from octavo.tools.plan.tune_trial import Trial, kept
+from octavo.tools.plan.tune_trial import TuneTrial, kept
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ _LIMIT, _BEST, _GREY, _GRID = "#c23b3b", "#1f77b4", "#9a9a9a", "#e4e4e4"
 
 def draw(
     tuned: Tuned,
-    speeds: Sequence[tuple[float, Trial]],
+    speeds: Sequence[tuple[float, TuneTrial]],
     rate: float,
     slo: Slo,
     title: str,
@@ -117,7 +117,7 @@ def draw(
     plt.close(figure)
 
 
-def _loads(axes: Axes, speeds: Sequence[tuple[float, Trial]], rate: float, slo: Slo) -> None:
+def _loads(axes: Axes, speeds: Sequence[tuple[float, TuneTrial]], rate: float, slo: Slo) -> None:
     """The share of good requests over the rate of arrival; hollow: the SLO is not kept."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 

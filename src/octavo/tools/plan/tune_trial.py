@@ -15,7 +15,7 @@ from octavo.spec_decode.config import SpeculativeConfig
 from octavo.tools.plan.band import band, doubt, uncertain
 from octavo.tools.plan.capacity import capacity
 from octavo.tools.plan.hardware import Device
-from octavo.tools.plan.quantization import Stored
+from octavo.tools.plan.quantization import StoredWeights
 from octavo.tools.plan.saturation import Saturation, saturation
 from octavo.tools.plan.simulation import Setup, check_simulated, simulate, weights_on
 from octavo.tools.plan.slo import Figures, Slo, promised
@@ -28,7 +28,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TuneTrial:
     """A choice under the whole load or a part of it."""
 
     choice: Choice
@@ -53,7 +53,7 @@ def met(figures: Figures, slo: Slo) -> bool:
     return min(figures.attainment, *figures.classes.values(), math.inf) >= slo.attainment
 
 
-def kept(trial: Trial, slo: Slo) -> bool:
+def kept(trial: TuneTrial, slo: Slo) -> bool:
     """Whether it is met by an engine that keeps up with the load: of one that does not, latencies
     grow as long as the load lasts.
     """
@@ -86,7 +86,7 @@ class Trials:
         self.subject, self.device, self.slo, self.base = subject, device, slo, base
         self.acceptance, self.max_concurrency = acceptance, max_concurrency
         self.seed, self.watch, self._usual = seed, watch, usual
-        self._weights: dict[str, Stored] = {}
+        self._weights: dict[str, StoredWeights] = {}
         self._setups: dict[Choice, tuple[Setup, CachePlan] | str] = {}
 
     @property
@@ -169,7 +169,7 @@ class Trials:
 
     def run(
         self, choice: Choice, samples: Sequence[Sample], *, thorough: bool = False
-    ) -> Trial | None:
+    ) -> TuneTrial | None:
         """The samples put through the engine of that choice; None where it cannot be. ``thorough``:
         with its capacity and the error band of its figures, which takes some runs more.
         """
@@ -192,7 +192,7 @@ class Trials:
         records = done.replay.records
         found = saturation(done, capacity(done, self.watch) if thorough and span else None)
         unsure = doubt(setup)
-        return Trial(
+        return TuneTrial(
             choice,
             setup.config,
             plan,

@@ -18,10 +18,10 @@ from octavo.loader.base import Checkpoint, Weight
 from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.models.families import FAMILIES
-from octavo.tools.quantize import hf_tokenizer
+from octavo.tools.quantize import hf_tokenizer_writer
 from octavo.tools.quantize.grid import Float32, bf16, bf16_bits
-from octavo.tools.quantize.hf_model import Place, hf_config, places
-from octavo.tools.quantize.layouts import Layout, Tensor, packed_tensors
+from octavo.tools.quantize.hf_model import HfModule, hf_config, places
+from octavo.tools.quantize.layouts import HfTensor, OutputLayout, packed_tensors
 from octavo.tools.quantize.nearest import nearest_stored, stacked
 from octavo.tools.quantize.quantizer import Recipe
 from octavo.tools.quantize.row_order import row_order
@@ -37,7 +37,7 @@ class FolderTarget:
     """Where a checkpoint's quantized form goes. Raises `QuantizeError` for a family that no folder
     can express, and for a matrix that the layout cannot."""
 
-    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, layout: Layout) -> None:
+    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, layout: OutputLayout) -> None:
         self.checkpoint = checkpoint
         self.recipe = recipe
         self.config = checkpoint.config
@@ -77,9 +77,9 @@ class FolderTarget:
         """Everything, config.json last; returns the bytes of all tensors."""
         ids: dict[str, Any] = {}
         if self.from_folder:
-            hf_tokenizer.copy_files(self.checkpoint.path, folder)
+            hf_tokenizer_writer.copy_files(self.checkpoint.path, folder)
         else:
-            ids = hf_tokenizer.write_files(self.checkpoint, folder)
+            ids = hf_tokenizer_writer.write_files(self.checkpoint, folder)
         writer = SafetensorsWriter(folder, _MODULE_TENSORS * len(self.places))
         try:
             self._add_all(writer, state)
@@ -110,24 +110,24 @@ class FolderTarget:
             for part, tensor in tensors.items():
                 writer.add(f"{place.name}.{part}", tensor)
 
-    def _module(self, place: Place, result: LayerResult) -> dict[str, Tensor]:
+    def _module(self, place: HfModule, result: LayerResult) -> dict[str, HfTensor]:
         parts = []
         for role in place.roles:
             matrix, order = result.matrices[role], row_order(self.config, role, interleaved=False)
             parts.append(matrix if order is None or self.from_folder else matrix.rows(order))
         return self.layout.tensors(stacked(parts))
 
-    def _tensor(self, place: Place, result: LayerResult) -> Tensor:
+    def _tensor(self, place: HfModule, result: LayerResult) -> HfTensor:
         parts = [self._plain(role, result) for role in place.roles]
         if len(parts) == 1:
             return parts[0]
-        return Tensor(parts[0].dtype, np.concatenate([part.data for part in parts]))
+        return HfTensor(parts[0].dtype, np.concatenate([part.data for part in parts]))
 
-    def _plain(self, role: str, result: LayerResult) -> Tensor:
+    def _plain(self, role: str, result: LayerResult) -> HfTensor:
         weight = self.checkpoint.weights[role]
         format, floats = stored_as(self.checkpoint, weight), ("F32", "F16", "BF16")
         if role not in result.vectors and weight.format.name == format and len(weight.shape) == 2:
-            return Tensor(format, weight.data.view(_DTYPES[format]).reshape(weight.shape))
+            return HfTensor(format, weight.data.view(_DTYPES[format]).reshape(weight.shape))
         values = result.vectors[role] if role in result.vectors else dequantize(weight)
         order = row_order(self.config, role, interleaved=False)
         if order is not None and not self.from_folder:
@@ -136,8 +136,8 @@ class FolderTarget:
             values = values - np.float32(shift)
         assert format in floats
         if format == "BF16":
-            return Tensor(format, bf16_bits(values))
-        return Tensor(format, values.astype(_DTYPES[format]))
+            return HfTensor(format, bf16_bits(values))
+        return HfTensor(format, values.astype(_DTYPES[format]))
 
 
 _DTYPES: dict[str, npt.DTypeLike] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}

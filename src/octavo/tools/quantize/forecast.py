@@ -20,7 +20,7 @@ _SAMPLE = 1 << 15  # weights of a matrix whose error is measured
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
-class Forecast(NamedTuple):
+class QuantizationForecast(NamedTuple):
     """Bytes by role, and of a sample of each the squares of the weights and of the least error."""
 
     before: dict[str, int]
@@ -35,12 +35,12 @@ class Forecast(NamedTuple):
         return worth(before, after, quantized=bool(self.quantized))
 
 
-def forecast(checkpoint: Checkpoint, recipe: Recipe, format: Format) -> Forecast:
+def forecast(checkpoint: Checkpoint, recipe: Recipe, format: Format) -> QuantizationForecast:
     """The least error is that of rounding to nearest on the best grids that are searched: of the
     weights no method loses less, though of what they do to the inputs it may."""
     weights = checkpoint.weights
     formats = {weight.stored.format for weight in weights.values() if len(weight.shape) == 2}
-    return Forecast(
+    return QuantizationForecast(
         {role: weight.stored.nbytes for role, weight in weights.items()},
         sizes(checkpoint, recipe, format),
         {role: _squares(checkpoint, recipe, format, role) for role in weights},

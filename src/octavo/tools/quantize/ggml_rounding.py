@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from octavo.tools.quantize.grid import Float32, Grid, Kind, Quantized, Scheme, quantized
+from octavo.tools.quantize.grid import CodeKind, Float32, Grid, Quantized, Scheme, quantized
 
 BLOCK = 32
 
@@ -26,7 +26,7 @@ def ggml_round(scheme: Scheme, weights: Float32) -> Quantized:
     else:
         at = np.abs(blocks).argmax(axis=2)[..., None]
         top = np.take_along_axis(blocks, at, axis=2)
-        if scheme.kind is not Kind.Q8_0:
+        if scheme.kind is not CodeKind.Q8_0:
             scale = top / -scheme.middle
             wide = blocks.astype(np.float64) * _inverse(scale).astype(np.float64)
             codes = np.trunc(wide + float(scheme.middle) + 0.5).astype(np.float32)

@@ -19,7 +19,7 @@ from octavo.models.families import FAMILIES
 from octavo.tools.quantize.gguf_writer import (
     Bytes,
     Content,
-    Tensor,
+    GgufTensor,
     changed,
     key,
     matrix,
@@ -59,7 +59,7 @@ def copied(checkpoint: Checkpoint, recipe: Recipe) -> Content:
             def data(_: LayerResult, name: str = name) -> Bytes:
                 return file.weight(name).data
 
-            tensors.append(Tensor(name, info.shape, info.format, None, data))
+            tensors.append(GgufTensor(name, info.shape, info.format, None, data))
     own = of_storage(kind) if matrices else {}
     dropped = {*own, *_OF_SPLITS}
     keys = [span for name, span in spans(file.path) if name not in dropped]

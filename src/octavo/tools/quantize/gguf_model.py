@@ -29,7 +29,7 @@ from octavo.tools.quantize.gguf_vocabulary import compare_tokenizers, vocabulary
 from octavo.tools.quantize.gguf_writer import (
     Bytes,
     Content,
-    Tensor,
+    GgufTensor,
     UnencodableKey,
     Value,
     changed,
@@ -166,7 +166,7 @@ def _is_yarn(scaling: dict[str, Any]) -> bool:
 # ── Tensors ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _rope_tensors(config: ModelConfig, scaling: dict[str, Any]) -> list[Tensor]:
+def _rope_tensors(config: ModelConfig, scaling: dict[str, Any]) -> list[GgufTensor]:
     rope = _far(config)
     if isinstance(rope.by_length, LongRope):
         return [
@@ -178,15 +178,15 @@ def _rope_tensors(config: ModelConfig, scaling: dict[str, Any]) -> list[Tensor]:
     return []
 
 
-def _floats(name: str, values: tuple[float, ...]) -> Tensor:
+def _floats(name: str, values: tuple[float, ...]) -> GgufTensor:
     data = np.array(values, "<f4").view(np.uint8)
-    return Tensor(name, (len(values),), WeightFormat.F32, None, lambda _: data)
+    return GgufTensor(name, (len(values),), WeightFormat.F32, None, lambda _: data)
 
 
-def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[Tensor]:
+def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
     config, weights, kind = checkpoint.config, checkpoint.weights, recipe.scheme.kind
     family = FAMILIES[config.family]
-    found: list[Tensor] = []
+    found: list[GgufTensor] = []
     fused = {each.parts[0]: each for each in family.fused}
     done: set[str] = set()
     for role, weight in weights.items():
@@ -223,15 +223,15 @@ def _name(role: str) -> str:
     return f"blk.{role.removeprefix('layers.')}{ending}"
 
 
-def _kept(name: str, weight: Weight) -> Tensor:
+def _kept(name: str, weight: Weight) -> GgufTensor:
     """Byte for byte if it is of floats, else as bfloat16, as where a folder is made."""
     if weight.format in _FLOATS:
-        return Tensor(name, weight.shape, weight.format, None, lambda _: weight.data)
+        return GgufTensor(name, weight.shape, weight.format, None, lambda _: weight.data)
 
     def data(_: LayerResult) -> Bytes:
         return bf16_bits(dequantize(weight)).view(np.uint8).reshape(-1)
 
-    return Tensor(name, weight.shape, WeightFormat.BF16, None, data)
+    return GgufTensor(name, weight.shape, WeightFormat.BF16, None, data)
 
 
 # ── Reading back ────────────────────────────────────────────────────────────────────────────────

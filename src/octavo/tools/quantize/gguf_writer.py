@@ -23,7 +23,7 @@ import numpy.typing as npt
 from octavo.loader.base import Weight, WeightFormat
 from octavo.loader.dequantize import dequantize
 from octavo.loader.gguf import BLOCKS
-from octavo.tools.quantize.grid import Float32, Kind, Quantized, Scheme
+from octavo.tools.quantize.grid import CodeKind, Float32, Quantized, Scheme
 from octavo.tools.quantize.nearest import nearest_stored
 from octavo.tools.quantize.state import LayerResult, State
 
@@ -32,18 +32,22 @@ Value = int | float | str | Sequence[str] | npt.NDArray[np.generic]  # bool is a
 
 BLOCK = 32
 FORMATS = {
-    Kind.Q4_0: WeightFormat.Q4_0,
-    Kind.Q4_1: WeightFormat.Q4_1,
-    Kind.Q5_0: WeightFormat.Q5_0,
-    Kind.Q5_1: WeightFormat.Q5_1,
-    Kind.Q8_0: WeightFormat.Q8_0,
+    CodeKind.Q4_0: WeightFormat.Q4_0,
+    CodeKind.Q4_1: WeightFormat.Q4_1,
+    CodeKind.Q5_0: WeightFormat.Q5_0,
+    CodeKind.Q5_1: WeightFormat.Q5_1,
+    CodeKind.Q8_0: WeightFormat.Q8_0,
 }
-_FILE_TYPES = {Kind.Q4_0: 2, Kind.Q4_1: 3, Kind.Q8_0: 7}  # general.file_type: "mostly …"
+_FILE_TYPES = {
+    CodeKind.Q4_0: 2,
+    CodeKind.Q4_1: 3,
+    CodeKind.Q8_0: 7,
+}  # general.file_type: "mostly …"
 _UINT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 6, 7, 8, 9
 _ARRAYS = {"i4": 5, "f4": _FLOAT32, "b1": _BOOL}
 
 
-class Tensor(NamedTuple):
+class GgufTensor(NamedTuple):
     """``data`` makes its bytes, of what its layer's matrices and vectors have become."""
 
     name: str
@@ -60,7 +64,7 @@ class Tensor(NamedTuple):
 
 class Content(NamedTuple):
     keys: list[bytes]  # each with its value
-    tensors: list[Tensor]
+    tensors: list[GgufTensor]
     alignment: int
 
     def header(self) -> bytes:
@@ -127,10 +131,10 @@ def layer_of(role: str) -> int | None:
 def matrix(
     name: str,
     shape: tuple[int, ...],
-    kind: Kind,
+    kind: CodeKind,
     roles: Sequence[str],
     orders: Sequence[npt.NDArray[np.intp] | None] | None = None,
-) -> Tensor:
+) -> GgufTensor:
     """Quantized matrices one below the other, the rows of each in an order of its own."""
 
     def data(result: LayerResult) -> Bytes:
@@ -140,12 +144,12 @@ def matrix(
             parts.append(blocks(part if order is None else part.rows(order)))
         return np.concatenate(parts)
 
-    return Tensor(name, shape, FORMATS[kind], layer_of(roles[0]), data)
+    return GgufTensor(name, shape, FORMATS[kind], layer_of(roles[0]), data)
 
 
-def rounded(name: str, weight: Weight, scheme: Scheme) -> Tensor:
+def rounded(name: str, weight: Weight, scheme: Scheme) -> GgufTensor:
     """A matrix of no layer."""
-    return Tensor(
+    return GgufTensor(
         name,
         weight.shape,
         FORMATS[scheme.kind],
@@ -156,7 +160,7 @@ def rounded(name: str, weight: Weight, scheme: Scheme) -> Tensor:
 
 def changed(
     name: str, role: str, weight: Weight, order: npt.NDArray[np.intp] | None = None
-) -> Tensor:
+) -> GgufTensor:
     """A vector or a router of a layer: the method may have changed it, and it is fp32 then; that is
     also what llama.cpp wants of both."""
 
@@ -166,14 +170,14 @@ def changed(
         values = values if order is None else values[order]
         return np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1)
 
-    return Tensor(name, weight.shape, WeightFormat.F32, layer_of(role), data)
+    return GgufTensor(name, weight.shape, WeightFormat.F32, layer_of(role), data)
 
 
 def blocks(matrix: Quantized) -> Bytes:
     """A matrix's bytes, row after row."""
     codes = matrix.codes.reshape(-1, BLOCK)
     scale = matrix.step.reshape(-1, 1).astype("<f2").view(np.uint8)
-    if matrix.scheme.kind is Kind.Q8_0:
+    if matrix.scheme.kind is CodeKind.Q8_0:
         return np.concatenate([scale, codes ^ np.uint8(128)], axis=1).reshape(-1)
     half = BLOCK // 2
     low = codes & np.uint8(15)
@@ -188,7 +192,7 @@ def blocks(matrix: Quantized) -> Bytes:
 # ── Keys ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def of_storage(kind: Kind) -> dict[str, Value]:
+def of_storage(kind: CodeKind) -> dict[str, Value]:
     """What says how the weights are stored."""
     return {"general.file_type": _FILE_TYPES[kind], "general.quantization_version": 2}
 

@@ -24,7 +24,7 @@ SHRINKS = tuple(1.0 - 0.025 * step for step in range(1, 21))
 ROWS = 256  # of a matrix searched at a time, so that the search stays in the cache
 
 
-class Kind(Enum):
+class CodeKind(Enum):
     """How codes stand for weights."""
 
     SYMMETRIC = "symmetric"  # scale * (code - middle)
@@ -38,11 +38,11 @@ class Kind(Enum):
     @property
     def has_low(self) -> bool:
         """Whether a group has its least weight instead of a zero."""
-        return self in (Kind.Q4_1, Kind.Q5_1)
+        return self in (CodeKind.Q4_1, CodeKind.Q5_1)
 
     @property
     def of_gguf(self) -> bool:
-        return self not in (Kind.SYMMETRIC, Kind.ASYMMETRIC)
+        return self not in (CodeKind.SYMMETRIC, CodeKind.ASYMMETRIC)
 
 
 class Steps(Enum):
@@ -57,7 +57,7 @@ class Steps(Enum):
 class Scheme:
     bits: int
     group: int | None  # inputs that share a scale; None: a row's all
-    kind: Kind
+    kind: CodeKind
     steps: Steps = Steps.F16
 
     @property
@@ -67,7 +67,7 @@ class Scheme:
 
     @property
     def least(self) -> int:
-        return 1 if self.kind is Kind.Q8_0 else 0
+        return 1 if self.kind is CodeKind.Q8_0 else 0
 
     @property
     def middle(self) -> np.float32:
@@ -167,19 +167,19 @@ def fit_range(scheme: Scheme, low: Float32, high: Float32) -> Grid:
     levels = np.float32(scheme.levels)
     top = np.maximum(-low, high)
     match scheme.kind:
-        case Kind.SYMMETRIC:
+        case CodeKind.SYMMETRIC:
             step = _step(np.float32(2.0) * top / levels, scheme.steps)
             return Grid(step, np.full_like(step, 1 << (scheme.bits - 1)), None)
-        case Kind.Q8_0:
+        case CodeKind.Q8_0:
             step = _step(top / np.float32(127.0), scheme.steps)
             return Grid(step, np.full_like(step, 128.0), None)
-        case Kind.Q4_0 | Kind.Q5_0:
+        case CodeKind.Q4_0 | CodeKind.Q5_0:
             step = _step(np.where(high > -low, high, low) / -scheme.middle, scheme.steps)
             return Grid(step, np.full_like(step, scheme.middle), None)
-        case Kind.Q4_1 | Kind.Q5_1:
+        case CodeKind.Q4_1 | CodeKind.Q5_1:
             step, least = _step((high - low) / levels, scheme.steps), _stored(low, scheme.steps)
             return Grid(step, -least / step, least)
-        case Kind.ASYMMETRIC:
+        case CodeKind.ASYMMETRIC:
             low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)  # zero is on the grid
             step = _step((high - low) / levels, scheme.steps)
             # Not zero 0: GPTQ's layout stores zeros less one, and readers differ on what is below.

@@ -29,7 +29,7 @@ _ACTIVATIONS = {Activation.SILU: "silu", Activation.GELU_TANH: "gelu_pytorch_tan
 _LLAMA3_CONTEXTS = (8192, 4096, 16384, 2048)  # of training, of which config.json asks
 
 
-class Place(NamedTuple):
+class HfModule(NamedTuple):
     """A tensor or module of the folder, and the roles of which it is made, one below the other."""
 
     name: str  # without ".weight" and the like
@@ -37,7 +37,7 @@ class Place(NamedTuple):
     roles: tuple[str, ...]
 
 
-def places(config: ModelConfig, roles: list[str]) -> Iterator[Place]:
+def places(config: ModelConfig, roles: list[str]) -> Iterator[HfModule]:
     """Yield the place of every role, in their order; fused ones once."""
     family = FAMILIES[config.family]
     fused = {part: each for each in family.fused for part in each.parts}
@@ -59,7 +59,7 @@ def places(config: ModelConfig, roles: list[str]) -> Iterator[Place]:
         members = tuple(prefix + each + bias for each in parts)
         seen.update(members)
         base = "" if part == "output" else "model."
-        yield Place(base + prefix + module, bias[1:] or "weight", members)
+        yield HfModule(base + prefix + module, bias[1:] or "weight", members)
 
 
 def module_of(family: Family, part: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from octavo.tools.quantize.grid import Kind, Quantized, Scheme, Steps, bf16_bits
+from octavo.tools.quantize.grid import CodeKind, Quantized, Scheme, Steps, bf16_bits
 
 Array = npt.NDArray[Any]
 # Of eight outputs in a word, which one each nibble holds (AutoAWQ, GEMM).
@@ -28,14 +28,14 @@ class Format(Enum):
     GGUF = "gguf"
 
 
-class Tensor(NamedTuple):
+class HfTensor(NamedTuple):
     dtype: str  # as safetensors calls it
     data: Array  # of as many bytes an element; bfloat16 as uint16
 
 
 def scheme_of(format: Format, bits: int, group: int | None, symmetric: bool) -> Scheme:
     """What a layout can express of it. Raises `ValueError` for what it cannot."""
-    kind = Kind.SYMMETRIC if symmetric else Kind.ASYMMETRIC
+    kind = CodeKind.SYMMETRIC if symmetric else CodeKind.ASYMMETRIC
     if bits == 5 and format is not Format.GGUF:
         raise ValueError(f"the {format.value} layout has 4 and 8 bits; GGUF has 5 too")
     match format:
@@ -59,57 +59,57 @@ def scheme_of(format: Format, bits: int, group: int | None, symmetric: bool) -> 
             if bits == 8:
                 if not symmetric:
                     raise ValueError("GGUF's 8 bits (Q8_0) are symmetric; its 4 can have zeros")
-                return Scheme(bits, group, Kind.Q8_0)
+                return Scheme(bits, group, CodeKind.Q8_0)
             if bits == 5:
-                return Scheme(bits, group, Kind.Q5_0 if symmetric else Kind.Q5_1)
-            return Scheme(bits, group, Kind.Q4_0 if symmetric else Kind.Q4_1)
+                return Scheme(bits, group, CodeKind.Q5_0 if symmetric else CodeKind.Q5_1)
+            return Scheme(bits, group, CodeKind.Q4_0 if symmetric else CodeKind.Q4_1)
     return Scheme(bits, group, kind, Steps.BOTH)
 
 
 # ── Modules ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def gptq_tensors(matrix: Quantized) -> dict[str, Tensor]:
+def gptq_tensors(matrix: Quantized) -> dict[str, HfTensor]:
     """v1: zeros less one."""
     bits, zero = matrix.scheme.bits, _zero(matrix)
     less_one = (zero - np.uint8(1)) & np.uint8(matrix.scheme.levels)
     return {
-        "qweight": Tensor("I32", _words(matrix.codes, bits).T),
-        "qzeros": Tensor("I32", _words(less_one.T, bits)),
-        "scales": Tensor("F16", matrix.step.T.astype("<f2")),
-        "g_idx": Tensor("I32", matrix.group_of.astype("<i4")),
+        "qweight": HfTensor("I32", _words(matrix.codes, bits).T),
+        "qzeros": HfTensor("I32", _words(less_one.T, bits)),
+        "scales": HfTensor("F16", matrix.step.T.astype("<f2")),
+        "g_idx": HfTensor("I32", matrix.group_of.astype("<i4")),
     }
 
 
-def awq_tensors(matrix: Quantized) -> dict[str, Tensor]:
+def awq_tensors(matrix: Quantized) -> dict[str, HfTensor]:
     return {
-        "qweight": Tensor("I32", _words(_awq_order(matrix.codes.T), 4)),
-        "qzeros": Tensor("I32", _words(_awq_order(_zero(matrix).T), 4)),
-        "scales": Tensor("F16", matrix.step.T.astype("<f2")),
+        "qweight": HfTensor("I32", _words(_awq_order(matrix.codes.T), 4)),
+        "qzeros": HfTensor("I32", _words(_awq_order(_zero(matrix).T), 4)),
+        "scales": HfTensor("F16", matrix.step.T.astype("<f2")),
     }
 
 
-def packed_tensors(matrix: Quantized) -> dict[str, Tensor]:
+def packed_tensors(matrix: Quantized) -> dict[str, HfTensor]:
     """compressed-tensors, pack-quantized."""
     return {
-        "weight_packed": Tensor("I32", _words(matrix.codes, matrix.scheme.bits)),
-        "weight_scale": Tensor("BF16", bf16_bits(matrix.step)),
-        "weight_shape": Tensor("I64", np.array(matrix.shape, "<i8")),
+        "weight_packed": HfTensor("I32", _words(matrix.codes, matrix.scheme.bits)),
+        "weight_scale": HfTensor("BF16", bf16_bits(matrix.step)),
+        "weight_shape": HfTensor("I64", np.array(matrix.shape, "<i8")),
     }
 
 
-def plain_tensors(matrix: Quantized) -> dict[str, Tensor]:
+def plain_tensors(matrix: Quantized) -> dict[str, HfTensor]:
     """compressed-tensors, int-quantized."""
     return {
-        "weight": Tensor("I8", (matrix.codes ^ np.uint8(128)).view(np.int8)),
-        "weight_scale": Tensor("BF16", bf16_bits(matrix.step)),
+        "weight": HfTensor("I8", (matrix.codes ^ np.uint8(128)).view(np.int8)),
+        "weight_scale": HfTensor("BF16", bf16_bits(matrix.step)),
     }
 
 
 def module_bytes(
     format: Format, scheme: Scheme, rows: int, inputs: int, *, packed: bool = False
 ) -> int:
-    """What a quantized matrix takes. ``packed``: one beside the layers, see `Layout`."""
+    """What a quantized matrix takes. ``packed``: one beside the layers, see `OutputLayout`."""
     bits, groups = scheme.bits, scheme.groups(inputs)
     along_inputs, along_rows = -(-inputs * bits // 32), -(-rows * bits // 32)
     match format:
@@ -150,12 +150,12 @@ def _awq_order(numbers: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 # ── Configurations ──────────────────────────────────────────────────────────────────────────────
 
 
-class Layout(NamedTuple):
+class OutputLayout(NamedTuple):
     """``files``: configurations in files of their own, beside config.json's. ``outputs``: of which
     a matrix has a multiple. Embedding and head, where they are quantized, are `packed_tensors`.
     """
 
-    tensors: Callable[[Quantized], dict[str, Tensor]]
+    tensors: Callable[[Quantized], dict[str, HfTensor]]
     config: dict[str, Any]
     files: dict[str, dict[str, Any]]
     outputs: int = 1
@@ -169,7 +169,7 @@ def layout_of(
     damping: float,
     kept: Sequence[str] = (),
     ends: Mapping[str, Scheme] | None = None,
-) -> Layout:
+) -> OutputLayout:
     """How a scheme is written. ``ordered``: groups are of neighbouring inputs; ``kept``: modules of
     layers that stay as they are; ``ends``: of the modules beside the layers those that are
     quantized. Raises `ValueError` for what the layout has no place for."""
@@ -180,13 +180,13 @@ def layout_of(
                 "bits": scheme.bits,
                 "group_size": scheme.group or -1,
                 "desc_act": not ordered,
-                "sym": scheme.kind is Kind.SYMMETRIC,
+                "sym": scheme.kind is CodeKind.SYMMETRIC,
                 "lm_head": False,
                 "damp_percent": damping,
                 "checkpoint_format": "gptq",
                 "pack_dtype": "int32",
             }
-            return Layout(gptq_tensors, config, {"quantize_config.json": config})
+            return OutputLayout(gptq_tensors, config, {"quantize_config.json": config})
         case Format.AWQ:
             if not ordered:
                 raise ValueError("the awq layout has no groups in another order (--act-order)")
@@ -199,7 +199,7 @@ def layout_of(
                 "modules_to_not_convert": list(kept) or None,
             }
             own = {"w_bit": scheme.bits, "q_group_size": scheme.group or -1}
-            return Layout(
+            return OutputLayout(
                 awq_tensors,
                 config,
                 {"quant_config.json": own | {"zero_point": True, "version": "GEMM"}},
@@ -218,7 +218,9 @@ def layout_of(
 _PACKED, _PLAIN, _MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 
 
-def _compressed_tensors(scheme: Scheme, kept: Sequence[str], ends: Mapping[str, Scheme]) -> Layout:
+def _compressed_tensors(
+    scheme: Scheme, kept: Sequence[str], ends: Mapping[str, Scheme]
+) -> OutputLayout:
     plain = _plain(scheme)
     groups = [_config_group("Linear", scheme, _PLAIN if plain else _PACKED)]
     groups += [_config_group(f"re:.*{name}$", own, _PACKED) for name, own in ends.items()]
@@ -232,7 +234,7 @@ def _compressed_tensors(scheme: Scheme, kept: Sequence[str], ends: Mapping[str, 
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
-    return Layout(plain_tensors if plain else packed_tensors, config, {})
+    return OutputLayout(plain_tensors if plain else packed_tensors, config, {})
 
 
 def _plain(scheme: Scheme) -> bool:

@@ -29,9 +29,9 @@ from octavo.loader.bind import ROUTER
 from octavo.loader.dequantize import dequantize
 from octavo.models.families import program
 from octavo.models.program import Op, Values, slots
-from octavo.tools.quantize.awq import Stored, awq
+from octavo.tools.quantize.awq_scaling import Stored, awq
 from octavo.tools.quantize.calibrate import Moments
-from octavo.tools.quantize.gptq import Order, gptq, relative_loss
+from octavo.tools.quantize.gptq_rounding import Order, gptq, relative_loss
 from octavo.tools.quantize.grid import Float32, Scheme
 from octavo.tools.quantize.layers import LayerOps, SharedInput, live, roles, split
 from octavo.tools.quantize.nearest import nearest

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from octavo.tools.quantize.layouts import Tensor
+from octavo.tools.quantize.layouts import HfTensor
 from octavo.tools.quantize.state import write_whole
 
 MAX_SHARD = 4 << 30  # bytes
@@ -36,7 +36,7 @@ class SafetensorsWriter:
         self._file: BinaryIO | None = None
         self._at = 0
 
-    def add(self, name: str, tensor: Tensor) -> None:
+    def add(self, name: str, tensor: HfTensor) -> None:
         data = np.ascontiguousarray(tensor.data)
         if self._file is None or (self._at and self._at + data.nbytes > self.max_shard):
             self._begin()

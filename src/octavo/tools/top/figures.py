@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from octavo.engine.snapshot import EngineSnapshot, RequestSnapshot
-from octavo.tools.top.source import HISTOGRAMS, Sample
+from octavo.tools.top.source import HISTOGRAMS, Scrape
 
 WINDOW = 60.0  # seconds that latencies are of
 _RECENT = 3.0  # seconds that rates are of
@@ -19,7 +19,7 @@ Bound = Literal["", "<", ">"]
 
 
 @dataclass(frozen=True, slots=True)
-class Latency:
+class LatencyStats:
     """Seconds, interpolated within a histogram's bucket. Of what lies in the first bucket is known
     only that it is less ("<") than that one's bound; in the last, that it is more (">").
     """
@@ -32,7 +32,7 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchStats:
     """``tokens`` and ``seconds``: of a step, on average of late; else those of the last."""
 
     tokens: float
@@ -45,7 +45,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ServerStats:
     """``window``: the seconds that latencies are of; None: since the server's start."""
 
     at: float
@@ -54,10 +54,10 @@ class Figures:
     draining: bool
     uptime: float
     engine: EngineSnapshot  # the requests' tokens_per_second are those of late
-    batch: Batch
+    batch: BatchStats
     hit_rate: float | None  # prompt tokens found in the prefix cache ÷ looked up, in the window
     window: float | None
-    latency: dict[str, Latency]  # by HISTOGRAMS' names
+    latency: dict[str, LatencyStats]  # by HISTOGRAMS' names
     rejected: dict[str, int]  # by reason, since the server's start
     ended: dict[str, int]  # by how
     preemptions: int
@@ -74,13 +74,13 @@ class History:
     """The samples of the last minute. A server that has started anew begins a new history."""
 
     def __init__(self) -> None:
-        self._samples: deque[Sample] = deque()
+        self._samples: deque[Scrape] = deque()
 
     @property
     def empty(self) -> bool:
         return not self._samples
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: Scrape) -> None:
         if self._samples and _restarted(self._samples[-1], sample):
             self._samples.clear()
         self._samples.append(sample)
@@ -91,7 +91,7 @@ class History:
                 break  # the whole window stays covered
             self._samples.popleft()
 
-    def figures(self, *, since_start: bool = False) -> Figures:
+    def figures(self, *, since_start: bool = False) -> ServerStats:
         """Return those of the last sample. ``since_start``: latencies and hit rate are of all there
         was.
         """
@@ -104,7 +104,7 @@ class History:
             self._samples[0],
         )
         counts = now.counts
-        return Figures(
+        return ServerStats(
             at=now.at,
             model=now.model,
             version=now.version,
@@ -126,7 +126,7 @@ class History:
         )
 
 
-def _restarted(before: Sample, after: Sample) -> bool:
+def _restarted(before: Scrape, after: Scrape) -> bool:
     return (
         before.counts.started != after.counts.started
         or after.engine.steps < before.engine.steps
@@ -138,17 +138,17 @@ def _whole(counts: dict[str, float]) -> dict[str, int]:
     return {name: int(value) for name, value in counts.items()}
 
 
-def _grown(first: Sample | None, now: Sample, name: str) -> float:
+def _grown(first: Scrape | None, now: Scrape, name: str) -> float:
     before = 0.0 if first is None else first.counts.totals.get(name, 0.0)
     return now.counts.totals.get(name, 0.0) - before
 
 
-def _share(first: Sample | None, now: Sample, part: str, whole: str) -> float | None:
+def _share(first: Scrape | None, now: Scrape, part: str, whole: str) -> float | None:
     all_of_it = _grown(first, now, whole)
     return _grown(first, now, part) / all_of_it if all_of_it > 0 else None
 
 
-def _batch(before: Sample, now: Sample) -> Batch:
+def _batch(before: Scrape, now: Scrape) -> BatchStats:
     seconds = now.engine.time - before.engine.time
     steps = now.engine.steps - before.engine.steps
     busy = now.engine.busy_seconds - before.engine.busy_seconds
@@ -158,7 +158,7 @@ def _batch(before: Sample, now: Sample) -> Batch:
     if predicted and actual:
         ratio = actual / predicted
     tokens = now.engine.computed_tokens - before.engine.computed_tokens
-    return Batch(
+    return BatchStats(
         tokens=tokens / steps if steps else now.engine.step_tokens,
         seconds=busy / steps if steps else now.engine.step_seconds,
         predicted_seconds=predicted,
@@ -173,13 +173,13 @@ def _rate(amount: float, seconds: float) -> float:
     return max(0.0, amount / seconds) if seconds > 0 else 0.0
 
 
-def _mean(before: Sample, now: Sample, name: str) -> float | None:
+def _mean(before: Scrape, now: Scrape, name: str) -> float | None:
     total, count = now.counts.sums.get(name, (0.0, 0.0))
     total_before, count_before = before.counts.sums.get(name, (0.0, 0.0))
     return (total - total_before) / (count - count_before) if count > count_before else None
 
 
-def _with_rates(before: Sample, now: Sample) -> list[RequestSnapshot]:
+def _with_rates(before: Scrape, now: Scrape) -> list[RequestSnapshot]:
     """Tokens per second of late, where the request was already generating then; else its mean."""
     earlier = {row.id: row.output_tokens for row in before.engine.requests if row.ttft is not None}
     seconds = now.engine.time - before.engine.time
@@ -191,15 +191,15 @@ def _with_rates(before: Sample, now: Sample) -> list[RequestSnapshot]:
     ]
 
 
-def _latency(first: Sample | None, now: Sample, metric: str) -> Latency:
+def _latency(first: Scrape | None, now: Scrape, metric: str) -> LatencyStats:
     bounds = now.counts.buckets.get(metric, {})
     before = {} if first is None else first.counts.buckets.get(metric, {})
     grown = [(bound, bounds[bound] - before.get(bound, 0.0)) for bound in sorted(bounds)]
     count = int(grown[-1][1]) if grown else 0
     if count <= 0:
-        return Latency(0)
+        return LatencyStats(0)
     (p50, p50_bound), (p99, p99_bound) = quantile(grown, 0.5), quantile(grown, 0.99)
-    return Latency(count, p50, p99, p50_bound, p99_bound)
+    return LatencyStats(count, p50, p99, p50_bound, p99_bound)
 
 
 def quantile(cumulative: list[tuple[float, float]], q: float) -> tuple[float, Bound]:
@@ -237,7 +237,7 @@ def sorted_requests(rows: list[RequestSnapshot], by: Sort) -> list[RequestSnapsh
     return sorted(rows, key=lambda row: (of[by](row) is None, -(of[by](row) or 0)))
 
 
-def as_json(figures: Figures, url: str) -> dict[str, Any]:
+def as_json(figures: ServerStats, url: str) -> dict[str, Any]:
     """One object: times in seconds, shares 0 to 1, null where nothing can be told."""
     engine = asdict(figures.engine)
     pool, requests = engine.pop("pool"), engine.pop("requests")

@@ -12,13 +12,13 @@ from contextlib import suppress
 from rich.console import Console, Group
 from rich.live import Live
 
-from octavo.tools.top.figures import SORTS, Figures, History
+from octavo.tools.top.figures import SORTS, History, ServerStats
 from octavo.tools.top.keys import key_by_key
 from octavo.tools.top.source import Source, SourceError
-from octavo.tools.top.view import State, screen, span
+from octavo.tools.top.view import ViewState, screen, span
 
 
-async def look(source: Source, seconds: float) -> Figures:
+async def look(source: Source, seconds: float) -> ServerStats:
     """Two samples so many seconds apart, so that rates are of now. Raises `SourceError`."""
     history = History()
     history.add(await source.read())
@@ -27,14 +27,14 @@ async def look(source: Source, seconds: float) -> Figures:
     return history.figures(since_start=True)
 
 
-def print_once(figures: Figures, console: Console, url: str) -> None:
-    state = State(url, live=False, unicode="utf" in console.encoding)
+def print_once(figures: ServerStats, console: Console, url: str) -> None:
+    state = ViewState(url, live=False, unicode="utf" in console.encoding)
     for line in screen(figures, state, console.width, None):
         console.print(line, soft_wrap=True)
 
 
 async def tell(
-    source: Source, seconds: float, show: Callable[[Figures], None], miss: Callable[[str], None]
+    source: Source, seconds: float, show: Callable[[ServerStats], None], miss: Callable[[str], None]
 ) -> None:
     """``show`` the figures for ever, and each time that there are none ``miss`` them, saying why.
     Raises `SourceError` where it cannot even begin, or will not be answered any more.
@@ -60,9 +60,9 @@ class Screen:
         self._source = source
         self._seconds = seconds
         self._console = console
-        self._state = State(source.url, unicode="utf" in console.encoding)
+        self._state = ViewState(source.url, unicode="utf" in console.encoding)
         self._history = History()
-        self._figures: Figures | None = None
+        self._figures: ServerStats | None = None
         self._heard = time.monotonic()  # from the server
 
     async def run(self) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.engine.snapshot import EngineSnapshot
-from octavo.tools.bench.load.client import Body, Client, Target
+from octavo.tools.bench.load.client import Body, Client, Endpoint
 
 _MOST = 1e18  # of anything that is counted or measured
 _TIMEOUT = 15.0  # seconds; a server in a long step answers when it is over
@@ -46,7 +46,7 @@ class SourceError(Exception):
 
 
 @dataclass(slots=True)
-class Counts:
+class ScrapedMetrics:
     """What /metrics says, where labels are of no interest here: summed over them."""
 
     started: float = 0.0  # Unix time
@@ -57,7 +57,7 @@ class Counts:
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)  # cumulative, by bound
 
     @classmethod
-    def read(cls, text: str) -> Counts:
+    def read(cls, text: str) -> ScrapedMetrics:
         """Raises `ValueError` for what is no Prometheus text, or has numbers that mean nothing."""
         counts = cls()
         for family in text_string_to_metric_families("".join(_wanted(text.splitlines(True)))):
@@ -131,7 +131,7 @@ def _check_numbers(name: str, value: object) -> None:
 
 
 @dataclass(slots=True)
-class Sample:
+class Scrape:
     """``at``: Unix time here; differences of time are taken by ``engine.time``."""
 
     at: float
@@ -139,7 +139,7 @@ class Sample:
     version: str
     draining: bool
     engine: EngineSnapshot
-    counts: Counts
+    counts: ScrapedMetrics
 
 
 class Source:
@@ -151,22 +151,22 @@ class Source:
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._client = Client(Target.of(self.url), headers, insecure=insecure)
+        self._client = Client(Endpoint.of(self.url), headers, insecure=insecure)
         self._limit = limit
 
-    async def read(self) -> Sample:
+    async def read(self) -> Scrape:
         """Raises `SourceError`."""
         listed = await self._get(f"/requests?limit={self._limit}")
         metrics = await self._get("/metrics")
         try:
             answer = _read(listed)
-            counts = Counts.read(metrics.decode())
+            counts = ScrapedMetrics.read(metrics.decode())
         except (ValueError, KeyError, RecursionError) as error:  # msgspec's are ValueErrors
             raise SourceError(
                 f"{self.url} does not answer as an octavo server of this version: {error}",
                 final=True,
             ) from None
-        return Sample(
+        return Scrape(
             time.time(), answer.model, answer.version, answer.draining, answer.engine, counts
         )
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from rich.text import Text
 
 from octavo.engine.snapshot import PoolSnapshot, RequestSnapshot
-from octavo.tools.top.figures import Figures, Latency, Sort, sorted_requests
+from octavo.tools.top.figures import LatencyStats, ServerStats, Sort, sorted_requests
 
 NAMES = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E", "queue": "queue"}
 _STATE_STYLES = {"decode": "green", "prefill": "cyan", "waiting": "yellow", "paused": "magenta"}
@@ -110,7 +110,7 @@ def plain(text: str) -> str:
 # --- the screen ----------------------------------------------------------------------------------
 
 
-class State(NamedTuple):
+class ViewState(NamedTuple):
     """What the user has chosen, and what is wrong: when the server was last heard, and why not."""
 
     url: str
@@ -121,7 +121,9 @@ class State(NamedTuple):
     unicode: bool = True
 
 
-def screen(figures: Figures | None, state: State, width: int, height: int | None) -> list[Text]:
+def screen(
+    figures: ServerStats | None, state: ViewState, width: int, height: int | None
+) -> list[Text]:
     """Lines of at most ``width`` cells; ``height`` None: as many as there are requests."""
     if figures is None:
         return _fit(
@@ -147,7 +149,7 @@ def _fit(lines: list[Text], width: int, height: int | None) -> list[Text]:
     return lines[:height]
 
 
-def _title(figures: Figures | None, state: State, width: int) -> Text:
+def _title(figures: ServerStats | None, state: ViewState, width: int) -> Text:
     line = Text.assemble(("octavo top", "bold"))
     if figures is not None:
         line.append(f"  {plain(figures.model)}")
@@ -165,7 +167,7 @@ def _title(figures: Figures | None, state: State, width: int) -> Text:
     return line
 
 
-def _head(figures: Figures, state: State, width: int) -> list[Text]:
+def _head(figures: ServerStats, state: ViewState, width: int) -> list[Text]:
     engine, wide = figures.engine, width >= _WIDE
     rejected = sum(figures.rejected.values())
     reasons = ", ".join(f"{n} {plain(name)}" for name, n in figures.rejected.items() if n)
@@ -196,7 +198,7 @@ def _line(name: str, *parts: str, wide: bool = True) -> Text:
     return Text.assemble((f"{name:<10}", "bold"), between.join(part for part in parts if part))
 
 
-def _batch(figures: Figures) -> Iterator[str]:
+def _batch(figures: ServerStats) -> Iterator[str]:
     batch = figures.batch
     predicted = batch.predicted_seconds
     yield f"{batch.tokens:.0f} tokens in {1e3 * batch.seconds:.1f} ms" + (
@@ -207,12 +209,12 @@ def _batch(figures: Figures) -> Iterator[str]:
     yield f"busy {percent(batch.busy)}"
 
 
-def _latencies(figures: Figures) -> Iterator[str]:
+def _latencies(figures: ServerStats) -> Iterator[str]:
     for name, title in NAMES.items():
         yield f"{title} {_pair(figures.latency[name])}"
 
 
-def _pair(latency: Latency) -> str:
+def _pair(latency: LatencyStats) -> str:
     if latency.p50 is None or latency.p99 is None:
         return "-"
     if latency.p50_bound and (latency.p50, latency.p50_bound) == (latency.p99, latency.p99_bound):
@@ -220,13 +222,13 @@ def _pair(latency: Latency) -> str:
     return f"{latency.p50_bound}{span(latency.p50)}/{latency.p99_bound}{span(latency.p99)}"
 
 
-def _window(figures: Figures) -> str:
+def _window(figures: ServerStats) -> str:
     if figures.window is None:
         return "latencies since the server's start"
     return f"latencies of the last {figures.window:.0f} s"
 
 
-def _promises(figures: Figures) -> Iterator[str]:
+def _promises(figures: ServerStats) -> Iterator[str]:
     """Yield what is known of latency promises, where there are any, and of drafters."""
     attained = figures.slo_attainment
     if attained is not None and (
@@ -238,7 +240,7 @@ def _promises(figures: Figures) -> Iterator[str]:
         yield f"{percent(figures.acceptance)} of drafts accepted"
 
 
-def _pool(pool: PoolSnapshot, hit_rate: float | None, state: State, width: int) -> Text:
+def _pool(pool: PoolSnapshot, hit_rate: float | None, state: ViewState, width: int) -> Text:
     line = _line("pool", "")
     used, cached = pool.used / pool.blocks, pool.cached / pool.blocks
     facts = "   ".join(
@@ -266,7 +268,11 @@ def _pool(pool: PoolSnapshot, hit_rate: float | None, state: State, width: int) 
 
 
 def _table(
-    figures: Figures, rows: list[RequestSnapshot], state: State, width: int, room: int | None = None
+    figures: ServerStats,
+    rows: list[RequestSnapshot],
+    state: ViewState,
+    width: int,
+    room: int | None = None,
 ) -> list[Text]:
     """Titles, then a line a request, then how many more there are."""
     columns = _columns(width)
@@ -319,7 +325,7 @@ def _short_id(name: str, width: int) -> str:
     return name[:width]
 
 
-def _foot(figures: Figures, state: State, width: int) -> Text:
+def _foot(figures: ServerStats, state: ViewState, width: int) -> Text:
     if not state.live:
         return Text(_window(figures), "dim")
     line = Text()

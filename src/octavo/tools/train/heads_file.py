@@ -10,20 +10,20 @@ import numpy as np
 
 from octavo.loader.base import Checkpoint
 from octavo.spec_decode.heads import CONFIG, fingerprint
-from octavo.tools.quantize.layouts import Tensor
+from octavo.tools.quantize.layouts import HfTensor
 from octavo.tools.quantize.safetensors_writer import SafetensorsWriter
 from octavo.tools.quantize.state import write_whole
-from octavo.tools.train.medusa import Learned, Recipe
+from octavo.tools.train.medusa_training import HeadRecipe, Learned
 
 
-def write(folder: Path, checkpoint: Checkpoint, learned: Learned, recipe: Recipe) -> int:
+def write(folder: Path, checkpoint: Checkpoint, learned: Learned, recipe: HeadRecipe) -> int:
     """Writes a folder of heads for the checkpoint's model; returns the bytes of all tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     writer = SafetensorsWriter(folder, len(learned.tensors) + 1)
     try:
         for name, values in learned.tensors.items():
-            writer.add(name, Tensor("F16", values.astype(np.float16)))
-        writer.add("token_map", Tensor("I64", learned.token_map))
+            writer.add(name, HfTensor("F16", values.astype(np.float16)))
+        writer.add("token_map", HfTensor("I64", learned.token_map))
         size = writer.finish()
     except BaseException:
         writer.discard()

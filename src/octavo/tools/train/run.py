@@ -14,7 +14,7 @@ from octavo.engine.load import LoadedEngine, load_engine
 from octavo.loader.pull import resolve
 from octavo.machine.cpu import usable_cpus
 from octavo.tools.quantize.text import read_text
-from octavo.tools.train import medusa, texts
+from octavo.tools.train import medusa_training, texts
 from octavo.tools.train.heads_file import write
 from octavo.tools.train.invent import invented, unlike
 from octavo.tools.train.prompts import prompts
@@ -25,7 +25,7 @@ _MOST_SEQUENCES = 64
 def train(
     model: str | Path,
     out: Path,
-    recipe: medusa.Recipe,
+    recipe: medusa_training.HeadRecipe,
     *,
     text: Path | None = None,
     measure_on: Path | None = None,
@@ -77,7 +77,7 @@ def _folder(path: Path) -> Iterator[None]:
 def _train(
     model: str | Path,
     out: Path,
-    recipe: medusa.Recipe,
+    recipe: medusa_training.HeadRecipe,
     plan: _Plan,
     threads: int | None,
     progress: Callable[[str], None],
@@ -107,7 +107,7 @@ def _train(
         answers, refused = listen(lines, "prompts")
     finally:
         loaded.engine.close()
-    learned = medusa.learn(
+    learned = medusa_training.learn(
         loaded.checkpoint, answers, recipe, threads or usable_cpus()[0], progress, asked
     )
     size = write(out, loaded.checkpoint, learned, recipe)

@@ -59,7 +59,7 @@ _AT_A_TIME = 64  # answers
 Float64 = npt.NDArray[np.float64]
 
 
-class Place(NamedTuple):
+class VerifiedGuess(NamedTuple):
     """A guess that a drafter made, and the logits that it is verified by."""
 
     logits: Float32  # [2, vocab]: at the guess, and behind it
@@ -145,7 +145,7 @@ class _Observed:
 
     def __init__(self, engine: Running, draws: int) -> None:
         self._draws = draws  # at each place
-        self.places: list[Place] = []
+        self.places: list[VerifiedGuess] = []
         self._seen: set[tuple[int, ...]] = set()  # beginnings that there were drafts for
         self._groups: dict[tuple[int, ...], _Group] = {}  # by beginning
         self._watched = engine.watched
@@ -198,7 +198,7 @@ class _Observed:
                 for tokens in (allowed, _with_others(allowed, logits[0]), None)
             ):
                 effect = self._effect(probabilities(logits[0], params), guess, drawn_from)
-                options.append(Place(logits, guess, drawn_from, params, effect))
+                options.append(VerifiedGuess(logits, guess, drawn_from, params, effect))
             self.places.append(max(options, key=_effect))
         self.places.sort(key=_effect, reverse=True)
         del self.places[_CANDIDATES:]
@@ -235,7 +235,7 @@ def _with_others(few: tuple[int, ...] | None, logits: Float32) -> tuple[int, ...
     return few + tuple(np.argpartition(-others, len(few))[: len(few)].tolist())
 
 
-def _effect(place: Place) -> float:
+def _effect(place: VerifiedGuess) -> float:
     return place.effect
 
 
@@ -329,7 +329,7 @@ def _every_pair(few: Sequence[int]) -> list[int]:
     return [*text, few[0]]
 
 
-def _tests(sampler: Sampler, places: Sequence[Place], draws: int) -> list[float]:
+def _tests(sampler: Sampler, places: Sequence[VerifiedGuess], draws: int) -> list[float]:
     """p of the tokens at each place, and of those behind it where the guess was accepted."""
     found = []
     for number, place in enumerate(places):
@@ -343,7 +343,7 @@ def _tests(sampler: Sampler, places: Sequence[Place], draws: int) -> list[float]
 
 
 def _count(
-    sampler: Sampler, place: Place, draws: int, seed: int
+    sampler: Sampler, place: VerifiedGuess, draws: int, seed: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """How often each token came, at the place and behind it."""
     vocab = place.logits.shape[1]

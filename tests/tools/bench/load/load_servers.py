@@ -1,7 +1,5 @@
 """Scripted servers, good and bad, to put a load on."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable

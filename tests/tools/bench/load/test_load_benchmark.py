@@ -1,7 +1,5 @@
 """Whole benchmarks against servers that behave and servers that do not."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -18,7 +16,7 @@ from load_servers import HEAD, Asked, chunk, good, serving_script, token, usage,
 
 from octavo.tools.bench.load import benchmark as module
 from octavo.tools.bench.load.benchmark import LoadError, Settings, benchmark
-from octavo.tools.bench.load.client import Body, Client, Target
+from octavo.tools.bench.load.client import Body, Client, Endpoint
 from octavo.tools.workload.arrivals import Ramp
 from octavo.tools.workload.metrics import PER_REQUEST
 from octavo.tools.workload.traces import Window
@@ -108,11 +106,11 @@ async def test_a_server_that_hangs_up_on_everyone() -> None:
     async with serving_script(good) as server:
         listener = await asyncio.start_server(hang_up, "127.0.0.1", 0)
         port = listener.sockets[0].getsockname()[1]
-        client = Client(Target.of(f"http://127.0.0.1:{port}"), {})
+        client = Client(Endpoint.of(f"http://127.0.0.1:{port}"), {})
         for _ in range(20):
             assert (await client.get("GET", "/")).reason.startswith("connection closed before")
         listener.close()
-        connection = await Client(Target.of(server.url), {})._connect(5)
+        connection = await Client(Endpoint.of(server.url), {})._connect(5)
         connection._transport.abort()
         await asyncio.sleep(0.05)
         for kept in (False, True):
@@ -298,7 +296,7 @@ async def test_requests_leave_in_the_order_and_at_the_times_of_a_trace(tmp_path:
 async def test_requests_made_ahead_stay_in_order(
     monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
-    monkeypatch.setattr("octavo.tools.bench.load.run._AHEAD", ahead)
+    monkeypatch.setattr("octavo.tools.bench.load.load_generator._AHEAD", ahead)
     async with serving_script(good) as server:
         result = await benchmark(settings(server.url, max_concurrency=1, random_range_ratio=0.8))
         lengths = [len(asked.json["prompt"].split()) for asked in server.generations]
@@ -311,7 +309,7 @@ async def test_requests_made_ahead_stay_in_order(
 async def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch, tty: bool) -> None:
     shown = io.StringIO()
     monkeypatch.setattr(shown, "isatty", lambda: tty)
-    monkeypatch.setattr("octavo.tools.bench.load.report.sys.stderr", shown)
+    monkeypatch.setattr("octavo.tools.bench.load.load_report.sys.stderr", shown)
     async with serving_script(good) as server:
         await benchmark(settings(server.url, progress=True))
     assert ("6/6 ended, 0 in flight" in shown.getvalue()) is tty
@@ -560,7 +558,7 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], about: st
     ],
 )
 def test_targets(url: str, target: tuple[str, int, str, bool]) -> None:
-    assert Target.of(url) == target
+    assert Endpoint.of(url) == target
 
 
 @pytest.mark.parametrize(
@@ -569,7 +567,7 @@ def test_targets(url: str, target: tuple[str, int, str, bool]) -> None:
 )
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"http|[Pp]ort"):
-        Target.of(url)
+        Endpoint.of(url)
 
 
 def test_v1_may_stand_in_the_base_url() -> None:
@@ -580,7 +578,7 @@ def test_v1_may_stand_in_the_base_url() -> None:
 @pytest.mark.parametrize("header", [("a b", "x"), ("", "x"), ("a", "x\r\ny: z"), ("a:", "x")])
 def test_what_is_no_header_is_refused(header: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="no HTTP header"):
-        Client(Target.of("http://h"), dict([header]))
+        Client(Endpoint.of("http://h"), dict([header]))
 
 
 async def test_tls(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Against Octavo's own server: a real engine on a simulated executor, and the command itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -10,10 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from serve_fakes import FakeEngine
-from serving import listening, real_engine, started
+from serving import listening, real_engine, serving, started
 from typer.testing import CliRunner
 
 import strict_json
@@ -38,11 +35,10 @@ def histogram(metrics: str, name: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 async def test_its_figures_agree_with_the_servers(backend: str) -> None:
-    engine, _ = real_engine(pause=0.004)
-    async with started(engine), listening(engine) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving(pause=0.004) as (http, _, _):
         result = await benchmark(
             settings(
-                url, backend=backend, request_rate=100.0, save_detailed=True,
+                str(http.base_url), backend=backend, request_rate=100.0, save_detailed=True,
                 prompt_format="ids" if backend == "openai" else "text",
             )
         )  # fmt: skip
@@ -76,13 +72,12 @@ async def test_prompts_that_the_server_has_seen_before_are_noticed() -> None:
 
 
 async def test_shared_prefixes_are_found_in_the_cache() -> None:
-    engine, _ = real_engine()
-    async with started(engine), listening(engine) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving() as (http, _, _):
         result = await benchmark(
             settings(
-                url, dataset_name="prefix_repetition", prefix_repetition_prefix_len=64,
-                prefix_repetition_suffix_len=16, prefix_repetition_num_prefixes=2,
-                prefix_repetition_output_len=2, max_concurrency=1,
+                str(http.base_url), dataset_name="prefix_repetition",
+                prefix_repetition_prefix_len=64, prefix_repetition_suffix_len=16,
+                prefix_repetition_num_prefixes=2, prefix_repetition_output_len=2, max_concurrency=1,
             )
         )  # fmt: skip
         metrics = (await http.get("/metrics")).text
@@ -99,11 +94,10 @@ async def test_a_mooncake_trace_shares_blocks(tmp_path: Path) -> None:
     ]
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    engine, _ = real_engine()
-    async with started(engine), listening(engine) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving() as (http, _, _):
         result = await benchmark(
             settings(
-                url, dataset_name="mooncake", dataset_path=path, num_prompts=None,
+                str(http.base_url), dataset_name="mooncake", dataset_path=path, num_prompts=None,
                 max_concurrency=1,
             )
         )  # fmt: skip
@@ -236,7 +230,6 @@ async def test_ctrl_c_prints_the_result_so_far() -> None:
         out, _ = await child.communicate()
     assert child.returncode == 130
     found = re.search(r"Unfinished requests \(interrupted\): +(\d+)", out.decode())
-    assert found is not None
     assert 0 < int(found[1]) <= 2
     assert "Mean TTFT" in out.decode()
 
@@ -289,7 +282,6 @@ def test_options_reach_the_settings() -> None:
     assert (found.random_input_len, found.random_output_len, found.custom_output_len) == (7, 5, 5)
     assert found.sampling["temperature"] == 0.0
     assert found.extra_body == {"stop": ["x"]}
-    assert found.ramp is not None
     assert found.ramp.end == 4.0
     assert found.headers == {"a": "b", "c": "d"}
     assert found.goodput == {"ttft": 1, "tpot": 2, "e2el": 3}

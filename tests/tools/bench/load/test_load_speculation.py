@@ -1,7 +1,5 @@
 """Speculation as the server's metrics tell it, before and after a run."""
 
-from __future__ import annotations
-
 import pytest
 
 from octavo.tools.bench.load.speculation import counts, fields

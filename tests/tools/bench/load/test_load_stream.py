@@ -1,13 +1,11 @@
-from __future__ import annotations
-
 import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.tools.bench.load.stream import Answer, EventSplitter, error_message
+from octavo.tools.bench.load.streamed_answer import EventSplitter, StreamedAnswer, error_message
 
 
 def reference(stream: str) -> list[str]:
@@ -43,7 +41,6 @@ def feed(stream: bytes, cuts: list[int]) -> list[bytes]:
     ]
 
 
-@settings(deadline=None)
 @given(st.lists(pieces, max_size=30).map("".join), st.lists(st.integers(0, 10**6), max_size=12))
 def test_events_do_not_depend_on_where_the_bytes_were_cut(text: str, cuts: list[int]) -> None:
     stream = text.encode() + b"\n\n"  # so that no line is left open
@@ -61,8 +58,8 @@ USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":3}}
 DONE = b"data: [DONE]\n\n"
 
 
-def answer(*timed: tuple[bytes, float], status: int = 200) -> Answer:
-    found = Answer(keep_text=True)
+def answer(*timed: tuple[bytes, float], status: int = 200) -> StreamedAnswer:
+    found = StreamedAnswer(keep_text=True)
     found.start = 10.0
     found.status = status
     for data, now in timed:
@@ -163,7 +160,6 @@ def test_error_messages(body: bytes, message: str) -> None:
     assert error_message(body) == message
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200), st.integers(100, 599))
 async def test_any_bytes_end_one_way(data: bytes, status: int) -> None:
     found = answer((data, 11.0), status=status)

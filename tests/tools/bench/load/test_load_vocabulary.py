@@ -1,7 +1,5 @@
 """Texts of exactly so many tokens, by the tokenizers of real models and of the server."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ import msgspec
 import pytest
 from load_servers import Asked, serving_script, whole
 
-from octavo.tools.bench.load.client import Client, Target
+from octavo.tools.bench.load.client import Client, Endpoint
 from octavo.tools.bench.load.vocabulary import COMMON, Ids, LocalTokenizer, ServerTokenizer, Words
 from octavo.tools.workload.datasets import Sample, prefix_repetition, random_prompts
 
@@ -79,7 +77,7 @@ async def test_the_servers_tokenizer(form: str) -> None:
         writer.write(whole("200 OK", msgspec.json.encode({"tokens": ids})))
 
     async with serving_script(tokenize) as server:
-        client = Client(Target.of(server.url), {})
+        client = Client(Endpoint.of(server.url), {})
         tokens = await ServerTokenizer(client, "/tok", "m").tokens()
         await client.close()
     assert tokens.name == "/tok"
@@ -93,9 +91,9 @@ async def test_a_server_without_a_tokenizer_and_one_that_is_gone() -> None:
         writer.write(whole("200 OK", b"<html>"))
 
     async with serving_script(none) as server:
-        client = Client(Target.of(server.url), {})
+        client = Client(Endpoint.of(server.url), {})
         with pytest.raises(ValueError, match="has no /tok"):
             await ServerTokenizer(client, "/tok", "m").tokens()
         await client.close()
     with pytest.raises(OSError, match="connection refused"):
-        await ServerTokenizer(Client(Target.of("http://127.0.0.1:1"), {}), "/tok", "m").tokens()
+        await ServerTokenizer(Client(Endpoint.of("http://127.0.0.1:1"), {}), "/tok", "m").tokens()

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import msgspec
 
 from octavo.tools.bench.load import speculation
-from octavo.tools.bench.load.client import Client, Target
-from octavo.tools.bench.load.report import DEFINITIONS, Progress
-from octavo.tools.bench.load.run import BUSY, LATE, LATE_SHARE, Load, Run
-from octavo.tools.bench.load.stream import Answer, error_message
+from octavo.tools.bench.load.client import Client, Endpoint
+from octavo.tools.bench.load.load_generator import BUSY, LATE, LATE_SHARE, LoadGenerator, Run
+from octavo.tools.bench.load.load_report import DEFINITIONS, Progress
+from octavo.tools.bench.load.streamed_answer import StreamedAnswer, error_message
 from octavo.tools.bench.load.vocabulary import (
     COMMON,
     FEWEST_WORDS,
@@ -109,7 +109,7 @@ class Settings(Demand):
 
 async def benchmark(settings: Settings) -> dict[str, Any]:
     """Run it; returns the result, with the fields for each request. Raises `LoadError`."""
-    client = Client(Target.of(settings.url), settings.headers, insecure=settings.insecure)
+    client = Client(Endpoint.of(settings.url), settings.headers, insecure=settings.insecure)
     try:
         return await _Benchmark(settings, client).run()
     finally:
@@ -173,7 +173,7 @@ class _Benchmark:
             raise LoadError(str(error)) from None
         self._notices += notices
         progress = Progress(len(samples), enabled=settings.progress)
-        load = Load(
+        load = LoadGenerator(
             self._client,
             samples,
             arrivals,
@@ -200,7 +200,7 @@ class _Benchmark:
 
     async def _fitting(self, request: bytes) -> int:
         """How many requests to send where nobody says: see `fitting`."""
-        answer = Answer()
+        answer = StreamedAnswer()
         answer.start = time.perf_counter()
         await self._client.exchange(request, answer, self._settings.request_timeout_sec)
         alone = answer.latency if answer.success else math.inf

@@ -56,7 +56,7 @@ class Body:
         self.end()
 
 
-class Target(NamedTuple):
+class Endpoint(NamedTuple):
     """Where requests go; ``path`` is put before each request's own."""
 
     host: str
@@ -65,7 +65,7 @@ class Target(NamedTuple):
     tls: bool
 
     @classmethod
-    def of(cls, url: str) -> Target:
+    def of(cls, url: str) -> Endpoint:
         """Raises `ValueError` for what is no http(s) URL."""
         try:
             parts = urlsplit(url)
@@ -89,7 +89,7 @@ class Client:
     """Requests to one server. ``insecure``: certificates are not checked."""
 
     def __init__(
-        self, target: Target, headers: Mapping[str, str], *, insecure: bool = False
+        self, target: Endpoint, headers: Mapping[str, str], *, insecure: bool = False
     ) -> None:
         self._target = target
         self._tls: ssl.SSLContext | None = None

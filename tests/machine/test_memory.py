@@ -1,7 +1,5 @@
 """The memory that is really available, from made-up machines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -48,7 +48,6 @@ def test_what_others_take_is_what_this_process_does_not(
     mine[0] += own * cpus
     stat(tmp_path, 50.0 + user, steal / cpus)
     taken = others.taken()
-    assert taken is not None
     assert taken.others == pytest.approx(max(0.0, user - own) * cpus / 10, abs=0.02 * cpus)
     assert taken.stolen == pytest.approx(steal / 10, abs=0.02)
     assert said in taken.text

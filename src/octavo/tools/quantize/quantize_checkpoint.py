@@ -20,7 +20,7 @@ from octavo.tools.quantize.forecast import sizes
 from octavo.tools.quantize.gguf_copy import copied
 from octavo.tools.quantize.gguf_model import modelled
 from octavo.tools.quantize.gguf_writer import GgufTarget
-from octavo.tools.quantize.gptq import Order
+from octavo.tools.quantize.gptq_rounding import Order
 from octavo.tools.quantize.hf_model import modules, routers
 from octavo.tools.quantize.layouts import Format, layout_of
 from octavo.tools.quantize.quantizer import SEEN, Method, Progress, Quantizer, Recipe
@@ -34,7 +34,7 @@ _EMBEDDING = (
 )
 
 
-class Outcome(NamedTuple):
+class QuantizationResult(NamedTuple):
     path: Path
     parameters: int
     nbytes: int  # of all tensors
@@ -54,7 +54,7 @@ def quantize(
     out: Path,
     samples: npt.NDArray[np.int32] | None,
     progress: Progress,
-) -> Outcome:
+) -> QuantizationResult:
     """Writes ``out``, a folder or a GGUF file, from the layer on that an earlier run reached.
 
     Raises `QuantizeError`, or `OSError` where there is no writing; the finished layers stay for the
@@ -101,7 +101,7 @@ def quantize(
     if starved:
         notes.append(_starved(quantizer, starved))
     weights = checkpoint.weights.values()
-    return Outcome(
+    return QuantizationResult(
         out,
         sum(prod(weight.shape) for weight in weights),
         nbytes,

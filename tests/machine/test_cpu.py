@@ -1,7 +1,5 @@
 """Threads from CPU quotas: both versions of control groups, nested, absent and unlimited."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from octavo.tools.bench.load.client import Client
-from octavo.tools.bench.load.stream import Answer
+from octavo.tools.bench.load.streamed_answer import StreamedAnswer
 from octavo.tools.workload.datasets import Sample
 from octavo.tools.workload.metrics import Record
 
@@ -39,7 +39,9 @@ class Run:
     unfinished: int = 0  # sent and given up on Ctrl-C
     interrupted: bool = False
     uncounted: int = 0  # answers whose server gave no usage
-    in_flight: dict[int, tuple[Answer, int]] = field(default_factory=dict)  # and tokens asked for
+    in_flight: dict[int, tuple[StreamedAnswer, int]] = field(
+        default_factory=dict
+    )  # and tokens asked for
 
     @property
     def parts(self) -> float:
@@ -58,7 +60,7 @@ class Run:
 
 
 @dataclass(slots=True)
-class Load:
+class LoadGenerator:
     """Sends ``samples`` at ``arrivals`` (seconds from the start, ascending).
 
     ``request`` makes the bytes of one; ``timeout`` bounds each in seconds.
@@ -76,14 +78,14 @@ class Load:
     _begin: float = 0.0
     _processor: float = 0.0
 
-    async def warm(self, count: int) -> list[Answer]:
+    async def warm(self, count: int) -> list[StreamedAnswer]:
         """The first request ``count`` times; not measured."""
         gate = asyncio.Semaphore(self.max_concurrency or count or 1)
         data = self.request(self.samples[0])
 
-        async def one() -> Answer:
+        async def one() -> StreamedAnswer:
             async with gate:
-                answer = Answer()
+                answer = StreamedAnswer()
                 answer.start = time.perf_counter()
                 await self.client.exchange(data, answer, self.timeout)
                 return answer
@@ -165,7 +167,7 @@ class Load:
     ) -> None:
         if gate is not None:
             await gate.acquire()
-        answer = Answer(keep_text=self.keep_text)
+        answer = StreamedAnswer(keep_text=self.keep_text)
         answer.start = time.perf_counter()
         answer.queue_time = answer.start - arrived
         run = self._run
@@ -182,7 +184,7 @@ class Load:
             if gate is not None:
                 gate.release()
 
-    def _ended(self, index: int, sample: Sample, answer: Answer) -> None:
+    def _ended(self, index: int, sample: Sample, answer: StreamedAnswer) -> None:
         tokens = answer.output_tokens
         if answer.success and tokens is None:
             self._run.uncounted += 1

@@ -10,7 +10,7 @@ from octavo.loader.base import Quantization, Weight
 from octavo.loader.compressed_tensors import CompressedTensors
 from octavo.loader.gptq import Gptq
 from octavo.loader.hf_folder import CONFIG, HfFolder, HfWeights
-from octavo.loader.layout import Layout, Module
+from octavo.loader.quantized_layout import Layout, Module
 from octavo.models.section import Section
 
 # Beside config.json, of writers before they put it there; and what is meant if it does not say.

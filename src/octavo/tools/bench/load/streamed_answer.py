@@ -94,7 +94,7 @@ REJECTED = (429, 503)
 _MOST_BODY = 1 << 16  # bytes of an answer that is an error
 
 
-class Answer:
+class StreamedAnswer:
     """One request from its sending to its end; times are ``time.perf_counter`` seconds.
 
     ``ttft``, ``latency`` and ``itl`` are measured as vLLM does: ``latency`` is to the last event

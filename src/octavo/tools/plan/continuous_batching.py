@@ -71,7 +71,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Limits:
+class EngineLimits:
     """An engine's: sequences that run together, tokens a step, sequences whose cache fits."""
 
     max_num_seqs: int = 256
@@ -275,7 +275,7 @@ def _compound(lengths: Lengths, mean: float, width: float) -> npt.NDArray[np.flo
 
 
 @dataclass(frozen=True)
-class Saturation:
+class SaturatedEngine:
     """The engine with all places taken, always."""
 
     mix: Mix
@@ -313,7 +313,7 @@ class Static:
         return self.tokens / self.seconds
 
 
-class Spread(NamedTuple):
+class Occupancy(NamedTuple):
     """How many requests there are, over time."""
 
     running: float  # mean
@@ -327,12 +327,12 @@ class Batching:
     """What an engine makes of a load."""
 
     load: Load
-    limits: Limits
-    saturation: Saturation
+    limits: EngineLimits
+    saturation: SaturatedEngine
     static: Static
     fixed_point: Mix | None  # by Little's law alone; None: there is none, or nothing arrives
     step_seconds: float  # mean, when as many run as do in the mean
-    spread: Spread
+    spread: Occupancy
     ttft_seconds: float  # mean, with the wait; inf when saturated
     tpot_seconds: float  # mean
 
@@ -385,7 +385,10 @@ def held_tokens(load: Load) -> float:
 
 
 def batching(
-    step: StepTime, load: Load, limits: Limits = Limits(), static_batch: int | None = None
+    step: StepTime,
+    load: Load,
+    limits: EngineLimits = EngineLimits(),
+    static_batch: int | None = None,
 ) -> Batching:
     """``static_batch``: sequences of a static batch; None: as many as may run together.
 
@@ -401,7 +404,7 @@ def batching(
     budget = limits.max_num_batched_tokens
     fixed = None
     if load.rate >= saturation.requests_per_second:
-        spread = Spread(saturation.running, inf, 0.0, 1.0)
+        spread = Occupancy(saturation.running, inf, 0.0, 1.0)
         mix = saturation.mix
         stays = mix.steps * saturation.step_seconds
         times = mix.times(step)
@@ -423,7 +426,7 @@ def batching(
     return Batching(load, limits, saturation, static, fixed, times.mean, spread, ttft, tpot)
 
 
-def _saturation(step: StepTime, load: Load, limits: Limits) -> Saturation:
+def _saturation(step: StepTime, load: Load, limits: EngineLimits) -> SaturatedEngine:
     if limits.cached_seqs < 1:
         raise ValueError(
             f"the cache holds {limits.cached_seqs:.3g} sequences of {held_tokens(load):,.0f} tokens"
@@ -444,10 +447,10 @@ def _saturation(step: StepTime, load: Load, limits: Limits) -> Saturation:
                 high = running
             else:
                 low = running
-    return Saturation(mix, limit, mix.times(step).mean)
+    return SaturatedEngine(mix, limit, mix.times(step).mean)
 
 
-def _stays(step: StepTime, saturation: Saturation) -> npt.NDArray[np.float64]:
+def _stays(step: StepTime, saturation: SaturatedEngine) -> npt.NDArray[np.float64]:
     """[k - 1] seconds in which a request is through when k run, up to as many as may; a straight
     line between those that are computed.
     """
@@ -459,7 +462,7 @@ def _stays(step: StepTime, saturation: Saturation) -> npt.NDArray[np.float64]:
     return np.interp(k, nodes, [each.steps * each.times(step).mean for each in at])
 
 
-def _fixed_point(stays: npt.NDArray[np.float64], saturation: Saturation) -> Mix | None:
+def _fixed_point(stays: npt.NDArray[np.float64], saturation: SaturatedEngine) -> Mix | None:
     """running = rate · stay of one of running + 1, by bisection."""
     load, k = saturation.mix.load, np.arange(1, len(stays) + 1)
 
@@ -475,7 +478,7 @@ def _fixed_point(stays: npt.NDArray[np.float64], saturation: Saturation) -> Mix 
     return Mix(load, high, saturation.mix.budget)
 
 
-def _spread(stays: npt.NDArray[np.float64], saturation: Saturation) -> Spread:
+def _spread(stays: npt.NDArray[np.float64], saturation: SaturatedEngine) -> Occupancy:
     """By the product over k of rate · stay of one of k / k."""
     load, places = saturation.mix.load, len(stays)
     k = np.arange(1, places + 1)
@@ -491,10 +494,10 @@ def _spread(stays: npt.NDArray[np.float64], saturation: Saturation) -> Spread:
     running = (weights @ np.arange(places + 1) + places * queue) / total
     waiting = weights[-1] * ratio / (1 - ratio) ** 2 / total
     full = (weights[-1] + queue) / total
-    return Spread(float(running), float(waiting), float(weights[0] / total), float(full))
+    return Occupancy(float(running), float(waiting), float(weights[0] / total), float(full))
 
 
-def _static(step: StepTime, load: Load, limits: Limits, size: int) -> Static:
+def _static(step: StepTime, load: Load, limits: EngineLimits, size: int) -> Static:
     """All prompts are read, then all decode. Those that have ended leave nothing to compute, but
     their places stay empty.
     """

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from octavo.tools.bench.load.run import Run
+from octavo.tools.bench.load.load_generator import Run
 from octavo.tools.workload.metrics import LATENCIES
 
 _WIDTH = 50

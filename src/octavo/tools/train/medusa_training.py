@@ -44,7 +44,7 @@ Torch = Any  # a tensor of torch, which is there only where something is trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class HeadRecipe:
     """How heads are made. Raises `SettingsError`."""
 
     heads: int = 3  # tokens guessed, one behind the other
@@ -99,7 +99,7 @@ def common_tokens(texts: Texts, most: int) -> npt.NDArray[np.int64]:
 def learn(
     checkpoint: Checkpoint,
     texts: Texts,
-    recipe: Recipe,
+    recipe: HeadRecipe,
     threads: int,
     progress: Progress,
     asked: Texts | None = None,
@@ -148,7 +148,7 @@ class _Model:
         texts: Texts,
         places: npt.NDArray[np.int64],
         token_map: npt.NDArray[np.int64],
-        recipe: Recipe,
+        recipe: HeadRecipe,
     ) -> None:
         torch = self.torch = import_torch()
         self.recipe = recipe

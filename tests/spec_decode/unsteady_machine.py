@@ -3,8 +3,6 @@ disturb it. Beside each step's time stands what the step would have taken just t
 so that a run tells what speculation cost or saved without another run to compare with.
 """
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections.abc import Sequence

@@ -30,7 +30,7 @@ class Module(NamedTuple):
     tensors: dict[str, str]
 
 
-class Setting(NamedTuple):
+class QuantizationArgs(NamedTuple):
     bits: int
     group: int  # -1: all inputs
 
@@ -94,7 +94,7 @@ class Layout(ABC):
         module: Module,
         part: str,
         shape: tuple[int, int],
-        setting: Setting,
+        setting: QuantizationArgs,
         parts: Callable[[int, int], Parts],
         order: npt.NDArray[np.int32] | None = None,
     ) -> Weight:
@@ -123,7 +123,7 @@ class Layout(ABC):
         )
 
 
-def distinct(keys: Section, settings: Iterable[Setting]) -> list[Setting]:
+def distinct(keys: Section, settings: Iterable[QuantizationArgs]) -> list[QuantizationArgs]:
     """In their order."""
     found = list(dict.fromkeys(settings))
     if len(found) > MAX_SETTINGS:

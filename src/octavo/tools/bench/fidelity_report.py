@@ -14,7 +14,7 @@ from octavo.loader import load
 from octavo.loader.base import Checkpoint
 from octavo.loader.pull import resolve
 from octavo.machine.limits import Progress
-from octavo.tools.bench.drive import Drive, Load
+from octavo.tools.bench.drive import BatchShape, Drive
 from octavo.tools.quantize import fidelity
 from octavo.tools.quantize.distance import Fidelity
 from octavo.tools.quantize.fidelity import Distributions, Exact, Int32, Served
@@ -157,13 +157,13 @@ class _Measuring:
         quarter = max(1, self.context // 4)
         return min(fidelity.PROMPT_TOKENS, quarter), min(fidelity.NEW_TOKENS, quarter)
 
-    def _loads(self) -> list[Load]:
+    def _loads(self) -> list[BatchShape]:
         """What is run: speed (first), windows, and greedy continuations."""
         new = min(64, max(1, self.context // 4))
         return [
-            Load(1, max(1, min(512, self.context - new - _SPARE)), new),
-            Load(1, max(1, self.context - 1 - _SPARE), 1),
-            Load(fidelity.PROMPTS, *self._greedy),
+            BatchShape(1, max(1, min(512, self.context - new - _SPARE)), new),
+            BatchShape(1, max(1, self.context - 1 - _SPARE), 1),
+            BatchShape(fidelity.PROMPTS, *self._greedy),
         ]
 
     def _same_tokens(self, checkpoint: Checkpoint) -> bool:

@@ -6,7 +6,7 @@ The KV cache is a product (Pope et al., 2022, section 3.3; Kwon et al., 2023, se
 
 with the scales of int8 and int4 as a product of their own. A layer with a sliding window keeps
 its window at most. The engine's cache holds whole blocks, so that what it allocates is a little
-more: `KvCache.paged_bytes`, which equals what an executor allocates, byte for byte, as `Need`'s
+more: `KvCacheSize.paged_bytes`, which equals what an executor allocates, byte for byte, as `Need`'s
 weights do.
 """
 
@@ -30,7 +30,7 @@ from octavo.models.config import ModelConfig
 from octavo.spec_decode.draft_model import needed_blocks
 from octavo.tools.plan.defaults import engine_defaults
 from octavo.tools.plan.gpu import RUNTIME_BYTES
-from octavo.tools.plan.quantization import Stored, as_rounded, for_gpus, held, in_scheme
+from octavo.tools.plan.quantization import StoredWeights, as_rounded, for_gpus, held, in_scheme
 from octavo.tools.plan.schemes import GGUF, scheme
 from octavo.tools.plan.subject import Subject, part
 
@@ -50,7 +50,7 @@ _SCALE_BYTES = {KvDtype.INT8: 4, KvDtype.INT4: 8}
 # --- the cache -----------------------------------------------------------------------------------
 
 
-class Kind(NamedTuple):
+class LayerKind(NamedTuple):
     """Layers that keep the same tokens of a sequence."""
 
     layers: int
@@ -60,10 +60,10 @@ class Kind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KvCache:
+class KvCacheSize:
     """The KV cache of ``users`` sequences of ``context`` tokens each. Sizes in bytes."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[LayerKind, ...]
     kv_heads: int
     head_dim: int
     context: int
@@ -74,9 +74,9 @@ class KvCache:
     @staticmethod
     def of(
         model: ModelConfig, context: int, users: int, dtype: KvDtype, block_size: int = 16
-    ) -> KvCache:
+    ) -> KvCacheSize:
         counts = Counter(layer.window for layer in model.layers)
-        return KvCache.made_of(
+        return KvCacheSize.made_of(
             counts, model.num_kv_heads, model.head_dim, context, users, dtype, block_size
         )
 
@@ -89,7 +89,7 @@ class KvCache:
         users: int,
         dtype: KvDtype,
         block_size: int = 16,
-    ) -> KvCache:
+    ) -> KvCacheSize:
         """``layers``: how many have each window; None: the whole context."""
         for name, value in (
             *(("layers", count) for count in layers.values()),
@@ -100,7 +100,7 @@ class KvCache:
             if value < 1:
                 raise ValueError(f"{name} is {value}, below 1")
         kinds = tuple(
-            Kind(
+            LayerKind(
                 count,
                 window,
                 context if window is None else min(context, window),
@@ -108,7 +108,7 @@ class KvCache:
             )
             for window, count in sorted(layers.items(), key=lambda item: item[0] or 0)
         )
-        return KvCache(kinds, kv_heads, head_dim, context, users, dtype, block_size)
+        return KvCacheSize(kinds, kv_heads, head_dim, context, users, dtype, block_size)
 
     @property
     def token_bytes(self) -> int:
@@ -218,10 +218,10 @@ class KvCache:
             lines.append(f"together: {self.bytes:,} bytes")
         return lines
 
-    def kind_bytes(self, kind: Kind) -> int:
+    def kind_bytes(self, kind: LayerKind) -> int:
         return kind.layers * kind.kept * self.token_bytes * self.users
 
-    def kind_paged_bytes(self, kind: Kind) -> int:
+    def kind_paged_bytes(self, kind: LayerKind) -> int:
         return kind.layers * kind.blocks * self.block_size * self.token_bytes * self.users
 
 
@@ -276,9 +276,9 @@ def _plain(
     users: int,
     dtype: str,
     window: int | None,
-) -> KvCache:
+) -> KvCacheSize:
     kinds = {window: layers}
-    return KvCache.made_of(kinds, kv_heads, head_dim, context, users, KvDtype.of(dtype))
+    return KvCacheSize.made_of(kinds, kv_heads, head_dim, context, users, KvDtype.of(dtype))
 
 
 class Sharing(NamedTuple):
@@ -292,7 +292,7 @@ class Sharing(NamedTuple):
     own: bool  # the model's own
 
 
-def sharings(model: ModelConfig, cache: KvCache) -> list[Sharing]:
+def sharings(model: ModelConfig, cache: KvCacheSize) -> list[Sharing]:
     """The same cache with as many KV heads as heads, as it is, and with one."""
     names = {model.num_heads: "MHA", 1: "MQA"}
     return [
@@ -312,7 +312,7 @@ class WeightPart(NamedTuple):
     bytes: int
 
 
-def weight_parts(subject: Subject, stored: Stored) -> list[WeightPart]:
+def weight_parts(subject: Subject, stored: StoredWeights) -> list[WeightPart]:
     """The sum of the weights by what they do, largest first."""
     roles: dict[str, list[str]] = {}
     for role in subject.program.weights:
@@ -358,7 +358,7 @@ def active_parameters(subject: Subject) -> int:
 # --- on devices ----------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Some memory, in bytes. ``here``: of this machine, where the engine holds weights packed;
     ``gpu``: a runtime takes some of it, too; ``fp8``: a GPU that computes in fp8.
     """
@@ -380,40 +380,40 @@ class Place(NamedTuple):
         return replace(config, **{k: v for k, v in values.items() if k not in given})
 
 
-class Draft(NamedTuple):
+class PlannedDraftModel(NamedTuple):
     """A draft model beside the model: its weights, and a cache of its own."""
 
     subject: Subject
-    stored: Stored
+    stored: StoredWeights
 
 
 @dataclass(frozen=True)
-class Load:
+class ServingLoad:
     """What is to be served: a model in some formats, to so many users at once."""
 
     subject: Subject
-    stored: Stored
+    stored: StoredWeights
     context: int  # tokens of each sequence, prompt and output
     users: int
     dtype: KvDtype
     # Its block size, the limits of a step, how it drafts, and the cache's share of the memory that
-    # is left. Each place has its own defaults: `Place.usual`.
+    # is left. Each place has its own defaults: `DeviceMemory.usual`.
     config: EngineConfig
-    draft: Draft | None = None
+    draft: PlannedDraftModel | None = None
 
     @cached_property
-    def cache(self) -> KvCache:
+    def cache(self) -> KvCacheSize:
         model = self.subject.program.config
-        return KvCache.of(model, self.context, self.users, self.dtype, self.config.block_size)
+        return KvCacheSize.of(model, self.context, self.users, self.dtype, self.config.block_size)
 
     @cached_property
-    def draft_cache(self) -> KvCache | None:
+    def draft_cache(self) -> KvCacheSize | None:
         """The cache of the draft model, which reads as much of a sequence as its context takes."""
         if self.draft is None:
             return None
         model = self.draft.subject.program.config
         context = min(self.context, model.context_length)
-        return KvCache.of(model, context, self.users, self.dtype, self.config.block_size)
+        return KvCacheSize.of(model, context, self.users, self.dtype, self.config.block_size)
 
     @cached_property
     def layout(self) -> KvLayout:
@@ -428,7 +428,7 @@ class Load:
         draft = None if self.draft is None else self.draft.subject.program
         return all_work_bytes(self.config, self.subject.program, draft)
 
-    def weight_bytes(self, place: Place) -> int | None:
+    def weight_bytes(self, place: DeviceMemory) -> int | None:
         """The draft model's too; None: the engine cannot hold such a format, or such a cache
         (here).
         """
@@ -460,7 +460,7 @@ class Load:
 class Need(NamedTuple):
     """What a load takes on a place, and what of it the place has. Sizes in bytes."""
 
-    place: Place
+    place: DeviceMemory
     weight_bytes: int
     work_bytes: int
     runtime_bytes: int  # of a GPU: its context, workspaces, graphs
@@ -478,13 +478,13 @@ class Need(NamedTuple):
         return self.kv_bytes <= self.budget
 
 
-def need(load: Load, place: Place) -> Need | None:
+def need(load: ServingLoad, place: DeviceMemory) -> Need | None:
     """None when the engine cannot hold the weights' format there."""
     weights = load.weight_bytes(place)
     return None if weights is None else _need(load, place, weights)
 
 
-def _need(load: Load, place: Place, weights: int) -> Need:
+def _need(load: ServingLoad, place: DeviceMemory, weights: int) -> Need:
     share = load.config.memory_utilization
     runtime = RUNTIME_BYTES if place.gpu else 0
     if place.gpu:  # as vLLM's gpu_memory_utilization: of all there is, for all that is held
@@ -505,7 +505,7 @@ def _need(load: Load, place: Place, weights: int) -> Need:
     )
 
 
-def _longest(load: Load, budget: int) -> int:
+def _longest(load: ServingLoad, budget: int) -> int:
     """Tokens of each of the load's users that so many bytes hold, within the model's context."""
 
     def takes(context: int) -> int:
@@ -523,12 +523,12 @@ def _longest(load: Load, budget: int) -> int:
 
 
 class Alternative(NamedTuple):
-    load: Load
+    load: ServingLoad
     need: Need
     changed: tuple[str, ...]  # "weights", "kv_dtype", "context", "users"
 
 
-def narrower(load: Load, place: Place) -> list[Stored]:
+def narrower(load: ServingLoad, place: DeviceMemory) -> list[StoredWeights]:
     """The weights in formats that take less, the widest first: rounded while loading where they are
     floats, on a GPU to fp8 before 4 bits; else in other GGUF formats.
     """
@@ -552,7 +552,9 @@ def narrower(load: Load, place: Place) -> list[Stored]:
     return found[1:]
 
 
-def alternatives(load: Load, variants: Sequence[Stored], place: Place) -> list[Alternative]:
+def alternatives(
+    load: ServingLoad, variants: Sequence[StoredWeights], place: DeviceMemory
+) -> list[Alternative]:
     """What fits where ``load`` does not, the nearest first: narrower formats that keep context and
     users, each without need of a still narrower one; then fewer users and a shorter context, in the
     load's own formats if that is enough, else in the narrowest.
@@ -568,7 +570,7 @@ def alternatives(load: Load, variants: Sequence[Stored], place: Place) -> list[A
         replace(load, stored=stored, dtype=dtypes[0]).weight_bytes(place) for stored in weights
     ]
 
-    def fit(other: Load, w: int) -> Need | None:
+    def fit(other: ServingLoad, w: int) -> Need | None:
         size = sizes[w]
         return None if size is None else _need(other, place, size)
 
@@ -597,7 +599,7 @@ def alternatives(load: Load, variants: Sequence[Stored], place: Place) -> list[A
     return found
 
 
-def _fewer(load: Load, fit: Need) -> Iterator[Load]:
+def _fewer(load: ServingLoad, fit: Need) -> Iterator[ServingLoad]:
     """The same with fewer users, and with a shorter context."""
     if 0 < fit.sequences < load.users:
         yield replace(load, users=fit.sequences)
@@ -607,8 +609,8 @@ def _fewer(load: Load, fit: Need) -> Iterator[Load]:
         yield replace(load, context=context)
 
 
-def _changed(asked: Load, found: Load, fit: Need) -> Alternative:
-    differs: dict[str, Callable[[Load], object]] = {
+def _changed(asked: ServingLoad, found: ServingLoad, fit: Need) -> Alternative:
+    differs: dict[str, Callable[[ServingLoad], object]] = {
         "weights": lambda load: load.stored.name,
         "kv_dtype": lambda load: load.dtype,
         "context": lambda load: load.context,
@@ -629,7 +631,7 @@ def _count(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def _reach(kind: Kind, context: int) -> str:
+def _reach(kind: LayerKind, context: int) -> str:
     if kind.window is None:
         return "the whole context"
     if kind.window < context:

@@ -66,8 +66,8 @@ class Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
             hasher=hasher,
         )
-        self.policy = config.policy.new_policy()
-        self.shedding = Shedding(config.policy, self._missing_before_first)
+        self.policy = config.new_policy()
+        self.shedding = Shedding(config, self._missing_before_first)
         self.set_rates(PromptRates())
         self.waiting = WaitingQueue(self.policy, self.kv)
         self.prefilling: list[Sequence] = []  # in the policy's order

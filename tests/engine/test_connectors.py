@@ -39,7 +39,7 @@ def made(
         num_blocks=blocks,
         max_model_len=length,
         scheduling_policy=policy,
-        itl_target=target,
+        itl_target=target and 1000 * target,
         connectors=connectors,
         clock=clock,
     )

@@ -99,7 +99,7 @@ def build(
         max_num_seqs=64,
         max_num_batched_tokens=max_num_batched_tokens,
         max_logits_rows=512 if acceptance else None,
-        itl_target=target,
+        itl_target=target and 1000 * target,
     )
     machine = Machine(
         program(model((None,), VOCAB)),
@@ -153,7 +153,7 @@ def test_what_is_predicted_is_what_the_step_takes() -> None:
     stats = engine.stats()
     assert stats.predicted_seconds == pytest.approx(stats.paced_seconds)
     assert stats.paced_steps == sum(max(step.values()) > 1 for step in seen.tokens)
-    assert stats.itl_target == TARGET
+    assert stats.itl_target_s == TARGET
     assert stats.decode_steps == sum(seen.decoded)
     assert stats.late_steps == 0
 

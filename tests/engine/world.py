@@ -138,7 +138,7 @@ class Setting:
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 16
     max_logits_rows: int | None = None
-    itl_target: float | None = None
+    itl_target: float | None = None  # ms
     max_branches: int = 0
     enable_prefix_caching: bool = True
     vocab: int = 3
@@ -202,7 +202,7 @@ class Setting:
             most = max(max_model_len, setting.max_num_batched_tokens)
             setting = replace(setting, chunked_prefill=False, max_num_batched_tokens=most)
         elif rng.random() < 0.5:
-            setting = replace(setting, itl_target=rng.choice((1e-9, 2e-4, 1e-3, 2e-3, 1.0)))
+            setting = replace(setting, itl_target=rng.choice((1e-6, 0.2, 1.0, 2.0, 1000.0)))
         setting = replace(setting, policy=drawn_policy(rng))
         return replace(setting, load_seconds=rng.choice((0.0, 0.0, 1e-5, 1e-4, 1e-3)))
 
@@ -399,7 +399,7 @@ class World:
         params: dict[str, object],
         terms: dict[str, Any],
     ) -> None:
-        if self.engine.scheduler.config.policy.scheduling_policy != "priority":
+        if self.engine.scheduler.config.scheduling_policy != "priority":
             terms["priority"] = 0
         request = Request(
             request_id=name,

@@ -84,9 +84,9 @@ class Engine:
         step_times: StepTimePredictor | None = None,
     ) -> None:
         """``tokenizer``: None in simulations, whose tokens are no text. ``step_times`` must predict
-        single steps where they have a target (`SchedulerConfig.itl_target`).
+        single steps where they have a target (`SchedulerConfig.itl_target_s`).
         """
-        target = scheduler.config.itl_target
+        target = scheduler.config.itl_target_s
         self.step_times = step_times or StepTimePredictor()
         if target is not None and not self.step_times.predicts_steps:
             raise ValueError("a target for steps takes predictions of them")
@@ -109,7 +109,7 @@ class Engine:
         self._undelivered: list[Delta] = []  # last deltas of requests that ended between steps
         self._ended: list[RequestRecord] = []  # since the last step
         self._logged: set[int] = set()  # ids of the observers whose failure was logged
-        self._stats = EngineStats(kv_blocks=scheduler.kv.pool.num_blocks, itl_target=target)
+        self._stats = EngineStats(kv_blocks=scheduler.kv.pool.num_blocks, itl_target_s=target)
         if scheduler.kv.connectors is not None:
             scheduler.kv.connectors.register_kv_caches(executor)
 
@@ -366,7 +366,7 @@ class Engine:
         stats.deliver_seconds += ended - now
         stats.add_steps(len(scheduled.decodes), scheduled.batch.num_tokens, (ended - started,))
         if step_times is not None:
-            if scheduled.chunks and stats.itl_target is not None:
+            if scheduled.chunks and stats.itl_target_s is not None:
                 predicted = step_times.predict(scheduled.batch)
                 stats.add_paced(ended - began, predicted, step_times.spread)
             idle = None if self.has_work() else clock.now()

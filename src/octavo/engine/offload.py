@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STAGING_BYTES = 256 << 20  # host memory that a disk is read into, unless a size is given
 _MOST_DISK = 16 << 30  # bytes, unless a budget is given; and at most half of the free space
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 

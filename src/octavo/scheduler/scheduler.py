@@ -66,7 +66,7 @@ class Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
             hasher=hasher,
         )
-        self.policy = config.policy.new_policy()
+        self.policy = config.new_policy()
         self.shedding = Shedding(self)
         self.set_rates(PromptRates())
         self.waiting = WaitingQueue(self.policy, self.kv)

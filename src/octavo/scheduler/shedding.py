@@ -33,8 +33,8 @@ class Shedding:
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._max_queue_time = scheduler.config.policy.max_queue_time
-        self._shed_late = scheduler.config.policy.shed_late
+        self._max_queue_time = scheduler.config.max_queue_time
+        self._shed_late = scheduler.config.shed_late
         self._scheduler = scheduler
         self._entries: list[_Entry] = []
         self._num_alive = 0  # of these, when they were last counted

@@ -15,8 +15,8 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from octavo.engine.calibration import Calibration, Prediction
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import LoadedEngine
 from octavo.engine.sampling_defaults import sampling_defaults
+from octavo.engine.stream import EngineDead
 from octavo.scheduler.policies.config import POLICIES
 from octavo.server.api_keys import in_effect
 from octavo.server.app import App
@@ -64,10 +65,6 @@ _SEND_BUFFER = 256 << 10  # bytes that the system keeps for a client; Linux take
 _IDLE_BEFORE_PROBE_S = 30  # silence before TCP asks whether the peer still exists
 
 
-class EngineHangs(Exception):
-    """The engine did not stop in time."""
-
-
 class Server:
     """An engine and the application that serves it."""
 
@@ -81,7 +78,8 @@ class Server:
     ) -> None:
         """Run the engine and answer on ``listener`` until `drain` has ended.
 
-        ``ready`` is called when clients may connect. Raises `EngineHangs` if it does at the end.
+        ``ready`` is called when clients may connect. Raises `EngineDead` if the engine hangs at the
+        end.
         """
         await self.engine.start()
         try:
@@ -93,7 +91,7 @@ class Server:
                 async with asyncio.timeout(_STOP_TIMEOUT_S):
                     await self.engine.stop()
             except TimeoutError:
-                raise EngineHangs from None
+                raise EngineDead("the engine has not stopped in time") from None
 
     async def drain(self) -> None:
         """Refuse new requests, give the others ``shutdown_timeout`` to finish, and end `serve`."""
@@ -190,16 +188,9 @@ def _predictions(calibration: Calibration | None) -> str:
     return f"step times: predicted, as {calibration.standing}"
 
 
-class _HttpServer(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to the process, which drains before it stops."""
-        yield
-
-
 def http_server(app: App) -> uvicorn.Server:
     """Return uvicorn as it is used here."""
-    return _HttpServer(
+    server = uvicorn.Server(
         uvicorn.Config(
             app,
             http=cast(type[asyncio.Protocol], partial(Connection, app)),
@@ -213,6 +204,9 @@ def http_server(app: App) -> uvicorn.Server:
             timeout_graceful_shutdown=_LAST_BYTES_S,
         )
     )
+    # The signals are left to the process, which drains before it stops.
+    server.capture_signals = nullcontext  # type: ignore
+    return server
 
 
 def bind(config: ServeConfig) -> socket.socket:

@@ -4,8 +4,9 @@
 
 Without ``--record``, compares this machine's bits with bits.json, as test_recorded_bits.py does.
 With it, writes bits.json again, on a CPU that has every instruction-set tier. The bits of a tier
-are the same on every CPU that has it. The weights come from files, and the tokens from a formula,
-so that no other library's random numbers decide them.
+are the same on every CPU that has it: kernels use no instruction that approximates as the CPU
+likes. The weights come from files, and the tokens from a formula, so that no other library's random
+numbers decide them.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ class KvCache:
             raise ValueError("the prefix cache is off, so it cannot have connectors")
         self.connectors = self._prefixes.connectors = connectors
         self._engine = connectors.engine
-        connectors.publish_to(self.events)
+        for connector in connectors.all:
+            connector.events = self.events
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Deliver events of all later changes, of the pool and of connectors, to ``subscriber``."""

@@ -92,10 +92,7 @@ class PrefixLookup:
         return connectors.prefetcher.start(blocks, near, found.num_tokens - near, now)
 
     def _longest(
-        self,
-        tokens: array[int],
-        salt: str | None,
-        among: Sequence[KvConnector] = (),
+        self, tokens: array[int], salt: str | None, among: Sequence[KvConnector] = ()
     ) -> Hit:
         """Return the longest prefix that every group can use, of blocks in the pool and, by the
         first that has them, blocks of the connectors ``among``.
@@ -106,8 +103,8 @@ class PrefixLookup:
         key = index.child_key(0, salted)
         if node is None and (not among or index.has_key(key)):
             return NO_HIT
-        digest = b"" if self.connectors is None else root(self.connectors.engine, salted)
-        keys = {key}
+        engine = b"" if self.connectors is None else self.connectors.engine
+        digest, keys = root(engine, salted), {key}
         last = len(tokens) - 1
         nodes: list[Node] = []
         beyond: list[tuple[bytes, bytes]] = []
@@ -119,17 +116,16 @@ class PrefixLookup:
             node = None if node is None else index.find(node, content)
             if node is not None:
                 nodes.append(node)
+                if among:
+                    key, digest = node.key, digest_of(node, engine)
             elif not among:
                 break
-            if among and self.connectors is not None:
+            else:
                 key = index.child_key(key, content)
-                if node is not None:
-                    digest = digest_of(node, self.connectors.engine)
-                elif key in keys or index.has_key(key):  # another prefix has the same key
+                if key in keys or index.has_key(key):  # another prefix has the same key
                     break
-                else:
-                    digest = after(digest, content)
-                    beyond.append((content, digest))
+                digest = after(digest, content)
+                beyond.append((content, digest))
                 keys.add(key)
             position = min(start + size, last)
             usable, held = True, node is not None

@@ -17,7 +17,7 @@ RATES = Rates(1e9, 1e9, attention_ops_per_second=1e7)
 
 
 def predicted(start: int, tokens: int) -> float:
-    return COSTS.step(_chunk(start, tokens), RATES).seconds
+    return COSTS.seconds(_chunk(start, tokens), RATES)
 
 
 def test_it_is_the_paces_in_steps_of_the_engines_size() -> None:

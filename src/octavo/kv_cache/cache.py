@@ -199,7 +199,8 @@ class KvCache:
         or else when `load` is called. Return the slot.
         """
         slot = self._slots.pop()
-        count, nodes = hit.num_blocks, [*hit.nodes]
+        count = hit.num_blocks
+        nodes = [] if hit.beyond else [*hit.nodes]
         if self.enable_prefix_caching:
             tip = nodes[-1] if nodes else self.index.add(None, (salt or "").encode())
             for content, digest in hit.beyond:

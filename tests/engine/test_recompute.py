@@ -30,7 +30,7 @@ def chunk(start: int, size: int) -> Batch:
 
 
 def predicted(start: int, tokens: int) -> float:
-    return COSTS.step(chunk(start, tokens), RATES).seconds
+    return COSTS.seconds(chunk(start, tokens), RATES)
 
 
 def test_it_is_the_paces_in_steps_of_the_engines_size() -> None:

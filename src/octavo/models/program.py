@@ -133,6 +133,14 @@ class Program:
     widths: dict[str, int]
     weights: Shapes
 
+    @property
+    def last_attention(self) -> int:
+        """The index of the last attention, else 0. Only rows that want logits go through the ops
+        after it.
+        """
+        attention = (i for i, op in enumerate(self.ops) if isinstance(op, PagedAttention))
+        return max(attention, default=0)
+
     def elements(self, role: str) -> int:
         """Return how many numbers a weight has."""
         return prod(self.weights[role])

@@ -109,8 +109,6 @@ class TokenBudget:
                 most = least
         if half:
             limit -= (limit - predictor.seconds(0, 0, 0)) / 2
-        if seconds(most) <= limit:
-            return most
         return _most_within(limit, most, seconds) or int(not self._served)
 
     def take(self, start: int, tokens: int, rows: int) -> None:
@@ -155,7 +153,7 @@ class TokenBudget:
         def seconds(tokens: int) -> float:
             return predictor.seconds(at, tokens, tokens)
 
-        return most if seconds(most) <= limit else _most_within(limit, most, seconds)
+        return _most_within(limit, most, seconds)
 
     def _begin(self, predictor: StepTiming) -> float:
         """Return the seconds that the step may take."""
@@ -166,6 +164,8 @@ class TokenBudget:
         return self._limit
 
 
-def _most_within(limit: float, beyond: int, seconds: Callable[[int], float]) -> int:
-    """Return the most tokens, below ``beyond``, that take at most ``limit``; 0 if none do."""
-    return bisect_right(range(1, beyond), limit, key=seconds)
+def _most_within(limit: float, most: int, seconds: Callable[[int], float]) -> int:
+    """Return how many of ``most`` tokens take at most ``limit``; 0 if even one takes more."""
+    if seconds(most) <= limit:
+        return most
+    return bisect_right(range(1, most), limit, key=seconds)

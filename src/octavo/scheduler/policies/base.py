@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the command line reads the classes and needs no engine
     from octavo.scheduler.sequence import Sequence
 
 BY_ARRIVAL = attrgetter("order")
-_KEY = itemgetter(0)
+_KEY, _SEQUENCE = itemgetter(0), itemgetter(1)  # of an entry
 
 
 class Setting(NamedTuple):
@@ -191,7 +191,7 @@ class SortedQueue:
         return seq in self._keys
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (seq for _, seq in self._entries)
+        return map(_SEQUENCE, self._entries)
 
 
 class AgeingQueue(SortedQueue):

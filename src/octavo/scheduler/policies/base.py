@@ -166,12 +166,12 @@ class SortedQueue:
         self._entries: list[tuple[Any, Sequence]] = []  # sorted by the key
         self._keys: dict[Sequence, Any] = {}
 
-    def push(self, seq: Sequence, now: float = 0.0) -> None:
+    def push(self, seq: Sequence) -> None:
         key = self._key(seq)
         insort(self._entries, (key, seq), key=_KEY)
         self._keys[seq] = key
 
-    def remove(self, seq: Sequence, now: float = 0.0) -> None:
+    def remove(self, seq: Sequence) -> None:
         """Raise `KeyError` if the sequence is not in the queue."""
         key = self._keys.pop(seq)
         del self._entries[bisect_left(self._entries, key, key=_KEY)]
@@ -195,29 +195,31 @@ class SortedQueue:
 
 
 class AgeingQueue(SortedQueue):
-    """A queue in order of arrival that counts in ``seq.stood`` for how many seconds each sequence
-    has been its first, without the time in which it ran: so that it comes to its turn some time.
+    """A queue in order of arrival that counts in ``seq.stood`` for how many seconds, by the
+    policy's clock, each sequence has been its first, without the time in which it ran: so that it
+    comes to its turn some time.
     """
 
-    __slots__ = ("_since",)
+    __slots__ = ("_policy", "_since")
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy) -> None:
         super().__init__()
+        self._policy = policy
         self._since = 0.0
 
-    def push(self, seq: Sequence, now: float = 0.0) -> None:
+    def push(self, seq: Sequence) -> None:
         before = self.first
         super().push(seq)
-        self._update(before, now)
+        self._update(before)
 
-    def remove(self, seq: Sequence, now: float = 0.0) -> None:
+    def remove(self, seq: Sequence) -> None:
         before = self.first
         super().remove(seq)
-        self._update(before, now)
+        self._update(before)
 
-    def _update(self, before: Sequence | None, now: float) -> None:
+    def _update(self, before: Sequence | None) -> None:
         """Note that the first may no longer be ``before``."""
-        first = self.first
+        first, now = self.first, self._policy.now
         if first is before:
             return
         if before is not None:
@@ -225,8 +227,9 @@ class AgeingQueue(SortedQueue):
         if first is not None:
             self._since = max(now, first.queued)
 
-    def turns(self, now: float) -> Iterator[tuple[float, Sequence]]:
+    def turns(self) -> Iterator[tuple[float, Sequence]]:
         """Iterate over the queue, each with what `began` will be if those before it leave now."""
+        now = self._policy.now
         for place, seq in enumerate(self):
             yield (max(now, seq.queued) - seq.stood if place else self.began), seq
 

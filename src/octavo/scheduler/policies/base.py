@@ -99,8 +99,10 @@ class Policy:
         return self.queue_key(seq)
 
     def preemptor(self) -> Sequence | None:
-        """Return the waiting sequence that would preempt a running one, if any."""
-        return self.head() if self.preempts else None
+        """Return the waiting sequence that would preempt a running one, if any. Asked only if the
+        policy ``preempts``.
+        """
+        return self.head()
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
         """Return whether a waiting sequence may take the slot and blocks of a running one. Of two

@@ -301,7 +301,7 @@ class Engine:
         for record, why in scheduler.shedding.due(started):
             self.end(record, FinishReason.SHED, deltas, why)
         self.culprit = isolated = scheduler.isolated
-        scheduled = scheduler.schedule(started, speculator, step_times)
+        scheduled = scheduler.schedule(started, speculator)
         connectors, copying = scheduler.kv.connectors, 0.0
         if connectors is not None:
             before = clock.now()

@@ -103,7 +103,9 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
         ``quick``: on ``threads`` only, and fewer ways of each tried; ``pool``: on its threads only.
         """
         most = pool.size if pool else threads or usable_cpus()[0]
-        counts = [most] if quick or pool else _thread_counts(most)
+        counts = [most]
+        if not (quick or pool):  # 1, 2, 4, … and all
+            counts = sorted({1 << power for power in range(most.bit_length())} | {most})
         pools = {count: pool or _native.ThreadPool(count) for count in counts}
         caches = cache_sizes()
         sizes = {count: _working_sets(count, caches) for count in counts}
@@ -112,9 +114,9 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
         barriers: list[Rate] = []
         for count, each in pools.items():
             for name in ARITHMETICS:
-                progress(f"{name} peak on {_threads(count)}")
+                progress(f"{name} peak on {plural(count, 'thread')}")
                 peaks[name] += _peak(each, name, quick)
-            progress(f"thread pool of {_threads(count)}")
+            progress(f"thread pool of {plural(count, 'thread')}")
             seconds = _native.measure_barrier(each, 200, 20 if quick else 100)
             barriers.append(Rate(count, statistics.median(seconds), min(seconds), "empty jobs"))
         largest = max(size for levels in sizes.values() for _, size in levels)
@@ -122,7 +124,7 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
         for count, each in pools.items():
             good: dict[str, list[Way]] = {}  # of each level, when it has been read before
             for level, size in sizes[count]:
-                progress(f"reading {as_size(size)} ({level}) on {_threads(count)}")
+                progress(f"reading {as_size(size)} ({level}) on {plural(count, 'thread')}")
                 ways = good.get(level) or _ways(quick)
                 rate, good[level] = _read(each, buffer, size, ways, 3 if quick else 6)
                 reads.append(Read(level, size, rate))
@@ -244,10 +246,10 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
             )
             others = Others()
             limits = cls.measure(progress=progress)
-            if (taken := others.taken()) is not None and taken.text:
+            if taken := others.taken().text:
                 logger.warning(
                     "the machine's limits may be too low: %s; octavo bench machine measures again",
-                    taken.text,
+                    taken,
                 )
             try:
                 limits.save()
@@ -267,10 +269,8 @@ def misfit(limits: Limits) -> str | None:
     others = Others()
     stored = limits.fp32[-1]
     change = _speed(stored) / stored.best
-    taken = others.taken()
-    if change < 1 and taken is not None and taken.text:
-        return None  # it is slower for what others take
-    if 1 / _OTHER < change < _OTHER:
+    slowed = change < 1 and others.taken().text  # by what others take
+    if slowed or 1 / _OTHER < change < _OTHER:
         return None
     return f"arithmetic is {change:.2f} times as fast as when they were measured"
 
@@ -292,15 +292,6 @@ def _at(rates: tuple[Rate, ...], threads: int | None) -> float:
 
 
 # --- measuring -----------------------------------------------------------------------------------
-
-
-def _threads(count: int) -> str:
-    return plural(count, "thread")
-
-
-def _thread_counts(most: int) -> list[int]:
-    """Return 1, 2, 4, … and all."""
-    return sorted({1 << power for power in range(most.bit_length())} | {most})
 
 
 def _loops(arithmetic: str) -> list[tuple[int, str]]:

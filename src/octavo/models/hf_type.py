@@ -59,7 +59,7 @@ LLAMA_DEFAULTS: dict[str, Any] = {
 ROPE_TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class HfType:
     """A ``model_type`` of config.json, and its config class as far as the computation depends on
     it.

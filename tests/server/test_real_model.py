@@ -19,7 +19,8 @@ pytest.importorskip("octavo._native")
 START = """
 import sys
 from octavo.engine.config import EngineConfig
-from octavo.server import ServeConfig, run
+from octavo.server.config import ServeConfig
+from octavo.server.process import run
 engine = EngineConfig(kv_cache_memory_bytes=64 << 20, max_num_seqs=16)
 sys.exit(run(sys.argv[1], engine, ServeConfig(port=0, served_model_name=("smollm2",))))
 """

@@ -1,7 +1,5 @@
 """A run from start to end: resumed after an interruption, refused where it must be."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -29,9 +27,15 @@ from octavo.tools.quantize.quantize_checkpoint import WORK, quantize
 from octavo.tools.quantize.quantizer import Quantizer, Report
 from octavo.tools.quantize.state import QuantizeError
 from oracle.tiny_folders import folder, talking_folder
+from paths import ORACLE
 from tools.quantize.quantizing import SAMPLES, logits_of, make, qwen3_folder, recipe, weights_of
 
-GGUF = Path(__file__).parents[2] / "oracle" / "tiny-llama-legacy.gguf"  # of two layers
+GGUF = ORACLE / "tiny-llama-legacy.gguf"  # of two layers
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return qwen3_folder(tmp_path / "source")
 
 
 class Stop(BaseException):
@@ -53,8 +57,9 @@ def stop_at(layer: int, role: str) -> Any:
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
 @pytest.mark.parametrize("role", ["attn_q", "ffn_down"])
-def test_a_resumed_run_gives_the_same_bytes(method: str, role: str, tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_a_resumed_run_gives_the_same_bytes(
+    method: str, role: str, tmp_path: Path, source: Path
+) -> None:
     make(source, tmp_path / "whole", method=method)
     with pytest.raises(Stop):
         make(source, tmp_path / "out", method=method, progress=stop_at(1, role))
@@ -99,8 +104,7 @@ def test_writing_can_fail_and_be_done_again(
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
-def test_other_settings_do_not_go_on(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_other_settings_do_not_go_on(tmp_path: Path, source: Path) -> None:
     with pytest.raises(Stop):
         make(source, tmp_path / "out", method="gptq", progress=stop_at(1, "attn_q"))
     with pytest.raises(QuantizeError, match=r'method "gptq" → "awq"'):
@@ -113,16 +117,14 @@ def test_other_settings_do_not_go_on(tmp_path: Path) -> None:
     make(source, tmp_path / "out", method="gptq")
 
 
-def test_another_model_does_not_go_on(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_another_model_does_not_go_on(tmp_path: Path, source: Path) -> None:
     with pytest.raises(Stop):
         make(source, tmp_path / "out", progress=stop_at(1, "attn_q"))
     with pytest.raises(QuantizeError, match="model"):
         make(GGUF, tmp_path / "out")
 
 
-def test_damaged_work_is_named(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_damaged_work_is_named(tmp_path: Path, source: Path) -> None:
     with pytest.raises(Stop):
         make(source, tmp_path / "out", progress=stop_at(1, "attn_q"))
     layer = tmp_path / "out" / WORK / "layer-0000.npz"
@@ -167,9 +169,8 @@ def test_a_layer_file_is_used_by_its_own_run_only(what: str, tmp_path: Path) -> 
 
 
 def test_a_kill_while_work_is_removed_leaves_a_run_to_go_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Path
 ) -> None:
-    source = qwen3_folder(tmp_path / "source")
     make(source, tmp_path / "whole")
     real = Path.unlink
 
@@ -188,17 +189,15 @@ def test_a_kill_while_work_is_removed_leaves_a_run_to_go_on_with(
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
-def test_what_is_whole_is_not_written_over(tmp_path: Path) -> None:
+def test_what_is_whole_is_not_written_over(tmp_path: Path, source: Path) -> None:
     """Not where a kill left an empty work folder in it."""
-    source = qwen3_folder(tmp_path / "source")
     make(source, tmp_path / "out")
     (tmp_path / "out" / WORK).mkdir()
     with pytest.raises(QuantizeError, match="holds no interrupted run"):
         make(source, tmp_path / "out", symmetric=True)
 
 
-def test_a_work_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_a_work_folder_that_is_a_link_is_refused(tmp_path: Path, source: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / WORK).symlink_to(tmp_path / "theirs")
@@ -207,8 +206,7 @@ def test_a_work_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "theirs").iterdir())
 
 
-def test_the_source_folder_is_not_written_into(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_the_source_folder_is_not_written_into(source: Path) -> None:
     with pytest.raises(QuantizeError, match="lies in the source folder"):
         make(source, source / "small")
     assert not (source / "small").exists()
@@ -222,9 +220,8 @@ def fault_of(state: states.State) -> str | None:
     return None
 
 
-def test_any_damage_to_work_is_named(tmp_path: Path) -> None:
+def test_any_damage_to_work_is_named(tmp_path: Path, source: Path) -> None:
     """Changed bytes and cut ends, in headers, directory and contents."""
-    source = qwen3_folder(tmp_path / "source")
     with pytest.raises(Stop):
         make(source, tmp_path / "out", method="gptq", progress=stop_at(1, "attn_q"))
     layer = tmp_path / "out" / WORK / "layer-0000.npz"
@@ -249,9 +246,8 @@ def test_any_damage_to_work_is_named(tmp_path: Path) -> None:
     state.close()
 
 
-def test_a_weight_that_changed_is_another_model(tmp_path: Path) -> None:
+def test_a_weight_that_changed_is_another_model(source: Path) -> None:
     """Not in its first row only."""
-    source = qwen3_folder(tmp_path / "source")
     chosen, _ = recipe("rtn")
 
     def model(checkpoint: Any) -> Any:
@@ -264,10 +260,9 @@ def test_a_weight_that_changed_is_another_model(tmp_path: Path) -> None:
 
 
 def test_every_byte_of_a_large_weight_tells_models_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, source: Path
 ) -> None:
     monkeypatch.setattr(quantizers, "_DIGEST_BYTES", 1000)  # several rows at a time
-    source = qwen3_folder(tmp_path / "source")
     chosen, _ = recipe("rtn")
     checkpoint = load(source)
     role = "layers.1.ffn_up"
@@ -281,8 +276,7 @@ def test_every_byte_of_a_large_weight_tells_models_apart(
     assert len(found) == len(range(0, weight.nbytes, 997))
 
 
-def test_an_empty_folder_of_the_user_s_stays(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_an_empty_folder_of_the_user_s_stays(tmp_path: Path, source: Path) -> None:
     for name in ("mine", "made"):
         if name == "mine":
             (tmp_path / name).mkdir()
@@ -325,8 +319,7 @@ def test_too_little_room_is_said_before(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "out").exists()
 
 
-def test_groups_that_do_not_divide(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_groups_that_do_not_divide(tmp_path: Path, source: Path) -> None:
     with pytest.raises(
         QuantizeError,
         match=r"source: model\.layers\.0\.mlp\.down_proj\S* has 96 inputs, .*group size 64",
@@ -345,8 +338,7 @@ def test_inputs_that_the_engine_does_not_take(layout: str, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-def test_outputs_that_the_layout_has_no_place_for(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_outputs_that_the_layout_has_no_place_for(tmp_path: Path, source: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
     config |= {"head_dim": 10, "num_key_value_heads": 2}  # 20 outputs of k and v, 40 of q
@@ -376,8 +368,7 @@ def spoilt(role: str, where: int, value: float, path: Path) -> Any:
     return replace(checkpoint, weights=checkpoint.weights | {role: bad})
 
 
-def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_numbers_that_are_none_are_named(tmp_path: Path, source: Path) -> None:
     chosen, format = recipe("gptq")
     for method in ("gptq", "rtn", "awq"):
         bad = spoilt("layers.1.ffn_up", 5, np.nan, source)
@@ -547,8 +538,7 @@ def test_an_interrupted_out_is_named_where_it_is_used(tmp_path: Path) -> None:
     assert resolve(str(tmp_path / "out")) == (tmp_path / "out").resolve()
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, source: Path) -> None:
     script = (
         "import os, signal; from octavo.tools.quantize import state; real = state.State.save\n"
         "def save(self, layer, result):\n"

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +57,24 @@ def stop_at(layer: int, role: str) -> Any:
     return progress
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
+    """The digests of what a method makes of the source when nothing interrupts it."""
+
+    @cache
+    def made(method: str = "rtn") -> dict[str, str]:
+        path = tmp_path_factory.mktemp(method)
+        make(qwen3_folder(path / "source"), path / "out", method=method)
+        return digests(path / "out")
+
+    return made
+
+
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
 @pytest.mark.parametrize("role", ["attn_q", "ffn_down"])
 def test_a_resumed_run_gives_the_same_bytes(
-    method: str, role: str, tmp_path: Path, source: Path
+    method: str, role: str, tmp_path: Path, source: Path, whole: Callable[..., dict[str, str]]
 ) -> None:
-    make(source, tmp_path / "whole", method=method)
     with pytest.raises(Stop):
         make(source, tmp_path / "out", method=method, progress=stop_at(1, role))
     assert (tmp_path / "out" / WORK / "layer-0000.npz").exists()
@@ -68,7 +82,7 @@ def test_a_resumed_run_gives_the_same_bytes(
     seen: list[Report] = []
     make(source, tmp_path / "out", method=method, progress=seen.append)
     assert {report.layer for report in seen if report.role} == {1}  # the first is not done again
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert digests(tmp_path / "out") == whole(method)
 
 
 def test_a_resumed_gguf_is_the_same_file(tmp_path: Path) -> None:
@@ -169,9 +183,8 @@ def test_a_layer_file_is_used_by_its_own_run_only(what: str, tmp_path: Path) -> 
 
 
 def test_a_kill_while_work_is_removed_leaves_a_run_to_go_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Path, whole: Callable[..., Any]
 ) -> None:
-    make(source, tmp_path / "whole")
     real = Path.unlink
 
     def killed(self: Path, missing_ok: bool = False) -> None:
@@ -186,7 +199,7 @@ def test_a_kill_while_work_is_removed_leaves_a_run_to_go_on_with(
     left = {path.name for path in (tmp_path / "out" / WORK).iterdir()}
     assert left == {"lock", "state.json", "layer-0000.npz"}
     make(source, tmp_path / "out")
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert digests(tmp_path / "out") == whole()
 
 
 def test_what_is_whole_is_not_written_over(tmp_path: Path, source: Path) -> None:
@@ -538,7 +551,7 @@ def test_an_interrupted_out_is_named_where_it_is_used(tmp_path: Path) -> None:
     assert resolve(str(tmp_path / "out")) == (tmp_path / "out").resolve()
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path, source: Path) -> None:
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, source: Path, whole: Callable[..., Any]) -> None:
     script = (
         "import os, signal; from octavo.tools.quantize import state; real = state.State.save\n"
         "def save(self, layer, result):\n"
@@ -560,5 +573,4 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, source: Path) -> None:
     assert (tmp_path / "out" / WORK / "layer-0000.npz").exists()
     result = command(*arguments[1:], "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    make(source, tmp_path / "whole")
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert digests(tmp_path / "out") == whole()

@@ -87,11 +87,9 @@ async def test_a_text_that_breaks_the_tokenizer(make_client: Any, tmp_path: Path
     client = make_client(model=served_model(tokenizer=tokenizer))
     said = [{"role": "user", "content": text}]
     for path, body, param in (
-        ("/v1/completions", {"prompt": text}, "prompt"),
         ("/v1/completions", {"prompt": ["hello", text]}, "prompt[1]"),
         ("/tokenize", {"prompt": text}, "prompt"),
         ("/v1/chat/completions", {"messages": said}, "messages"),
-        ("/tokenize", {"messages": said}, "messages"),
     ):
         answer = await client.post(path, json=body)
         assert answer.status_code == 400, answer.text

@@ -44,7 +44,8 @@ ROOMS = {
     "scheduler": Room(
         ("scheduler",),
         (
-            *("scheduler", "engine/test_engine.py", "engine/test_connectors.py"),
+            *("scheduler", "engine/test_engine.py", "engine/test_wait_time.py"),
+            *("engine/test_connectors.py", "engine/test_trees.py"),
             *("engine/test_lives.py", "engine/test_leap.py"),
         ),
     ),

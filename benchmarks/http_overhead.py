@@ -20,8 +20,7 @@ import uvloop
 
 from _script import as_script
 from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.clock import RealClock
-from octavo.engine.detokenize import IncrementalDetokenizer
+from octavo.engine.clock import Clock
 from octavo.engine.engine import Engine
 from octavo.executor.base import Batch, StepResult
 from octavo.executor.simulated.simulated import SimulatedExecutor
@@ -62,9 +61,9 @@ def async_engine() -> AsyncEngine:
             Paced(program(config), layout, num_blocks=num_blocks),
             Scheduler(SchedulerConfig(max_model_len=1024, max_num_seqs=64), layout, num_blocks),
             ScriptedSampler(config.vocab_size),
-            RealClock(),
+            Clock(),
             vocab_size=config.vocab_size,
-            text=lambda params, ending_ids: IncrementalDetokenizer(words, params, ending_ids),
+            tokenizer=words,
         )
     )
 

@@ -42,7 +42,7 @@ import numpy as np
 import octavo.loader
 from _models import models
 from _script import as_script
-from octavo.engine.calibration import Calibration, Moment, Slowness
+from octavo.engine.calibration import Calibration, Moment
 from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine, Step
 from octavo.engine.load import LoadedEngine, load_engine
@@ -117,8 +117,8 @@ class Piece(NamedTuple):
 
     live: Replay
     predicted: dict[str, Replay]  # by PREDICTIONS and ENDS
-    before: Slowness  # of the refresh
-    around: Slowness
+    before: tuple[float, float]  # how many times as long memory and processor took: of the refresh
+    around: tuple[float, float]
     change: float  # of the refreshes' steps from before to after
     measured_seconds: float  # of all steps
     predicted_seconds: float  # with the speed around
@@ -133,8 +133,8 @@ class Row:
     seconds: float
     measured: Figures
     predicted: dict[str, Figures]
-    before: list[Slowness]  # of each piece
-    around: list[Slowness]
+    before: list[tuple[float, float]]  # of each piece
+    around: list[tuple[float, float]]
     change: list[float]
     steps: float  # measured ÷ predicted with the speed around, over all steps
 
@@ -392,7 +392,7 @@ def show(row: Row) -> None:
         f"{row.seconds:.1f} s"
     )
     for when, speeds in (("before", row.before), ("around", row.around)):
-        slower = ", ".join(f"{each.memory:.3f} and {each.processor:.3f}" for each in speeds)
+        slower = ", ".join(f"{memory:.3f} and {processor:.3f}" for memory, processor in speeds)
         print(f"  memory and processor {when}: {slower} times as long as calibrated")
     unsteady = sum(max(change, 1 / change) > STEADY for change in row.change)
     print(

@@ -31,7 +31,7 @@ from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.policies.config import POLICIES, PolicyConfig
+from octavo.scheduler.policies.config import POLICIES
 from octavo.scheduler.request import LatencyTarget, Request
 from octavo.scheduler.scheduler import Scheduler
 
@@ -111,8 +111,8 @@ def engine(
         max_model_len=config.context_length,
         max_num_seqs=sequences + prompts,
         max_num_batched_tokens=max(512, sequences),
-        itl_target=None if itl_target is None else itl_target / 1000,
-        policy=PolicyConfig(scheduling_policy=policy),
+        itl_target=itl_target,
+        scheduling_policy=policy,
     )
     num_blocks = (sequences * 48 + prompts * 130) * len(layout.groups)
     executor = SimulatedExecutor(

@@ -47,7 +47,7 @@ TOOLS: dict[str, set[str]] = {
 ALLOWED = ENGINE | TOOLS
 ALLOWED["cli"] = {*ALLOWED, "llm", "strict_json"}
 for _allowed in ALLOWED.values():
-    _allowed |= {"words", "extras"}
+    _allowed |= {"settings", "words", "extras"}
 
 
 def test_no_room_is_left_out() -> None:

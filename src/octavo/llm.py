@@ -121,8 +121,8 @@ class LLM:
         generation_config.json or GGUF file. Raise `CheckpointError` if a value there cannot be
         honoured.
         """
-        defaults = sampling_defaults(self.loaded.checkpoint, *self._generation_config)
-        return SamplingParams(**defaults.values)
+        defaults, _ = sampling_defaults(self.loaded.checkpoint, *self._generation_config)
+        return SamplingParams(**defaults)
 
     def generate(
         self,

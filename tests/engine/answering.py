@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import load_engine
-from octavo.engine.recompute import RecomputeCost
+from octavo.engine.step_time import StepTimePredictor
 from octavo.kv_cache.connectors import NAMES
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import Request
@@ -19,7 +19,7 @@ from octavo.scheduler.request import Request
 
 def answers(model: str, config: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:
     # Nobody is in a hurry: all that is cached is worth waiting for.
-    with patch.object(RecomputeCost, "seconds", lambda *_: 1e6):
+    with patch.object(StepTimePredictor, "seconds_alone", lambda *_: 1e6):
         return _answers(model, config, prompts)
 
 

@@ -22,7 +22,6 @@ from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.sampler import Sampled, TokenLogprobs
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.policies.config import PolicyConfig
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.sequence import Sequence as Seq
 from octavo.spec_decode.speculator import Speculator
@@ -267,7 +266,7 @@ class CheckingExecutor:
             for group in range(len(self.layout.groups)):
                 for position in range(start, stop):
                     block = int(batch.block_tables[group, slot, position // size])
-                    if block < 0 or kv.pool.refs[block] != 1 or kv.index.holds(block):
+                    if block < 0 or kv.pool.refs[block] != 1 or kv.pool.contents[block]:
                         raise WrongContent(f"position {position} is written to block {block}")
                     self.content[block, position % size] = hashes[position] + group
         if crash == "half" or self.poison in batch.token_ids:
@@ -331,7 +330,7 @@ def build(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     max_logits_rows: int | None = None,
-    itl_target: float | None = None,
+    itl_target: float | None = None,  # ms
     max_branches: int = 0,
     enable_prefix_caching: bool = True,
     max_num_queued_reqs: int | None = None,
@@ -363,7 +362,7 @@ def build(
         batching=batching,
         memory=memory,
         chunked_prefill=chunked_prefill,
-        policy=PolicyConfig(**of_policy),
+        **of_policy,
     )
     kv_layout = layout(windows, block_size)
     scheduler = Scheduler(config, kv_layout, num_blocks, hasher=hasher)

@@ -68,8 +68,9 @@ class Oracle:
         assert count >= 0
         if count == 0:
             return Draft([0] * 3 if self.kind == "long" else [])
-        numbers = self.speculator._lookup.numbers
-        seq = next(seq for seq, number in numbers.items() if number == sequence)
+        assert self.speculator._lookup is not None
+        texts = self.speculator._lookup.texts
+        seq = next(seq for seq, (number, _) in texts.items() if number == sequence)
         assert self._texts[sequence] == seq.token_ids.tolist()
         owner = seq.owner
         generated = len(seq.token_ids) - owner.prompt_tokens
@@ -106,8 +107,10 @@ class Coin:
         self._states: dict[int, ScriptedState] = {}
 
     def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
-        numbers = self.speculator._lookup.numbers
-        seq = next(seq for seq, number in numbers.items() if number == sequence)
+        assert self.speculator is not None
+        assert self.speculator._lookup is not None
+        texts = self.speculator._lookup.texts
+        seq = next(seq for seq, (number, _) in texts.items() if number == sequence)
         self._states[sequence] = seq.output.sampler
 
     def extend(self, sequence: int, token_ids: Sequence[int]) -> None: ...

@@ -14,7 +14,7 @@ import octavo
 _ROOT = str(Path(octavo.__file__).parent)
 # What picks up the pieces is not shot at: who fails there has nobody left to turn to but the thread
 # that runs the engine, which ends (tests/engine/test_async_faults.py).
-_SPARED = frozenset(("start_over", "reject", "refuse", "_log_once", "check_integrity"))
+_SPARED = frozenset(("start_over", "refuse", "_log_once", "check_integrity"))
 
 
 @cache

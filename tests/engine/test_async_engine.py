@@ -10,7 +10,7 @@ from engine.checking import build
 from engine.test_engine import request
 from faults import patch
 from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.clock import RealClock
+from octavo.engine.clock import Clock
 from octavo.engine.engine import Engine
 from octavo.engine.outputs import Delta
 from octavo.engine.stream import EngineDead, Stream, joined
@@ -19,7 +19,7 @@ from patience import PATIENCE, Leave, held_up_until, until
 
 
 async def started(engine: Engine | None = None, **kwargs: float) -> AsyncEngine:
-    async_engine = AsyncEngine(engine or build(clock=RealClock()), **kwargs)
+    async_engine = AsyncEngine(engine or build(clock=Clock()), **kwargs)
     await async_engine.start()
     return async_engine
 
@@ -63,7 +63,7 @@ async def test_who_finds_a_seat_at_the_next_step_does_not_wait_in_the_queue() ->
     """Neither while it is on its way to the scheduler, nor when it has come and no step has begun
     since. Who was left waiting does.
     """
-    core = build(max_num_seqs=3, max_num_queued_reqs=1, clock=RealClock())
+    core = build(max_num_seqs=3, max_num_queued_reqs=1, clock=Clock())
     engine = AsyncEngine(core)
 
     def admit(name: str) -> None:
@@ -150,7 +150,7 @@ async def test_drain_aborts_what_is_left_at_the_timeout() -> None:
 
 
 async def test_when_the_thread_dies_every_stream_gets_an_error() -> None:
-    engine = AsyncEngine(build(clock=RealClock()))
+    engine = AsyncEngine(build(clock=Clock()))
 
     def die(now: float, *others: object) -> None:
         raise SystemExit("injected")
@@ -217,7 +217,7 @@ async def test_an_idle_engine_sleeps_until_work_comes() -> None:
 
 
 async def test_a_request_aborted_before_its_first_step_never_runs() -> None:
-    engine = AsyncEngine(build(clock=RealClock()))
+    engine = AsyncEngine(build(clock=Clock()))
     stream = engine.submit(request("a", [1] * 50))
     stream.abort()
     await engine.start()
@@ -290,7 +290,7 @@ def test_joined_deltas_keep_order_and_put_the_record_last() -> None:
 
 
 async def test_several_are_submitted_together_or_not_at_all() -> None:
-    inner = build(clock=RealClock(), max_num_seqs=2, max_num_queued_reqs=2)
+    inner = build(clock=Clock(), max_num_seqs=2, max_num_queued_reqs=2)
     steps = Leave(inner.executor)
     engine = await started(inner)
 

@@ -14,7 +14,7 @@ from engine.test_async_engine import collect, started
 from engine.test_engine import request
 from faults import patch
 from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.clock import RealClock
+from octavo.engine.clock import Clock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.stream import EngineDead, Stream
 from octavo.executor.base import Batch, StepResult
@@ -99,7 +99,7 @@ def all_drawn(sampler: FakeSampler, state: FakeState, tokens: list[int]) -> bool
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_clients_of_all_manners_on_an_engine_that_fails(seed: int) -> None:
-    inner = build(clock=RealClock(), num_blocks=20, max_num_queued_reqs=30)
+    inner = build(clock=Clock(), num_blocks=20, max_num_queued_reqs=30)
     told = Told(inner)
     failed = faulty(inner, 0.05, seed)
     engine = await started(inner)
@@ -141,7 +141,7 @@ async def test_clients_of_all_manners_on_an_engine_that_fails(seed: int) -> None
 
 
 async def test_a_scheduler_that_always_fails_fails_each_request_and_the_engine_lives() -> None:
-    inner = build(clock=RealClock())
+    inner = build(clock=Clock())
     told = Told(inner)
     schedule = inner.scheduler.schedule
 
@@ -165,7 +165,7 @@ async def test_a_scheduler_that_always_fails_fails_each_request_and_the_engine_l
 @pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit])
 async def test_when_the_thread_ends_so_does_every_request(error: type[BaseException]) -> None:
     """Those that run, those that wait and those that had not reached the engine."""
-    inner = build(clock=RealClock(), max_num_seqs=2)
+    inner = build(clock=Clock(), max_num_seqs=2)
     told = Told(inner)
     executor = inner.executor
     stepping, going_on = threading.Event(), threading.Event()
@@ -195,7 +195,7 @@ async def test_when_the_thread_ends_so_does_every_request(error: type[BaseExcept
 
 
 async def test_a_step_that_comes_back_after_it_was_given_up_on_is_the_last() -> None:
-    inner = build(clock=RealClock())
+    inner = build(clock=Clock())
     told = Told(inner)
     executor = inner.executor
     steps = Leave(executor)
@@ -220,10 +220,10 @@ from engine.checking import build
 from engine.test_engine import request
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.stream import EngineDead
-from octavo.engine.clock import RealClock
+from octavo.engine.clock import Clock
 
 async def main():
-    inner = build(clock=RealClock())
+    inner = build(clock=Clock())
     inner.executor.execute = lambda batch: threading.Event().wait()
     engine = AsyncEngine(inner, hang_timeout=0.2)
     await engine.start()
@@ -249,7 +249,7 @@ asyncio.run(main())
 
 
 async def test_an_observer_that_raises_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    inner = build(clock=RealClock())
+    inner = build(clock=Clock())
 
     class Bad:
         def on_step(self, step: Step) -> None:
@@ -271,7 +271,7 @@ async def test_an_observer_that_raises_changes_nothing(caplog: pytest.LogCapture
 
 
 async def test_a_stream_that_is_never_read_holds_its_output_once() -> None:
-    engine = await started(build(clock=RealClock(), max_model_len=2000, num_blocks=200))
+    engine = await started(build(clock=Clock(), max_model_len=2000, num_blocks=200))
     stream = engine.submit(request("a", [1], max_tokens=400))
     await until(lambda: stream._over, "the end")
     assert len(stream._arrived) <= 400
@@ -283,7 +283,7 @@ async def test_a_stream_that_is_never_read_holds_its_output_once() -> None:
 @pytest.mark.parametrize("end", ["dead", "hung"])
 async def test_who_comes_to_a_dead_engine_is_not_told_to_come_back(end: str) -> None:
     """However full its queue is."""
-    inner = build(clock=RealClock(), max_num_seqs=1, max_num_queued_reqs=1)
+    inner = build(clock=Clock(), max_num_seqs=1, max_num_queued_reqs=1)
     reached, go = threading.Event(), threading.Event()
 
     def execute(batch: Batch) -> StepResult:
@@ -322,7 +322,7 @@ async def test_who_comes_to_a_dead_engine_is_not_told_to_come_back(end: str) -> 
 
 
 async def test_who_is_being_let_in_when_the_thread_dies_has_an_outcome() -> None:
-    inner = build(clock=RealClock())
+    inner = build(clock=Clock())
     told = Told(inner)
 
     def admit(*_: object) -> None:
@@ -342,7 +342,7 @@ async def test_who_is_being_let_in_when_the_thread_dies_has_an_outcome() -> None
 
 
 async def test_who_gives_up_looking_at_a_hung_engine_leaves_nothing_behind() -> None:
-    inner = build(clock=RealClock())
+    inner = build(clock=Clock())
     steps = Leave(inner.executor)
     engine = await started(inner)
     stream = engine.submit(request("a", [1]))

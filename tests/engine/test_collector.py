@@ -14,7 +14,7 @@ from engine.checking import build
 from engine.test_engine import request, run
 from octavo.engine import collector
 from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.clock import RealClock
+from octavo.engine.clock import Clock
 from octavo.scheduler.request import Outcome
 from octavo.scheduler.sequence import Sequence
 
@@ -127,7 +127,7 @@ async def test_full_passes_are_rare_while_a_server_runs_and_come_when_it_is_idle
         if phase == "start" and info["generation"] == 2:
             by.append(threading.current_thread().name)
 
-    engine = AsyncEngine(build(clock=RealClock()))
+    engine = AsyncEngine(build(clock=Clock()))
     await engine.start()
     gc.callbacks.append(note)
     try:

@@ -39,7 +39,7 @@ def made(
         num_blocks=blocks,
         max_model_len=length,
         scheduling_policy=policy,
-        itl_target=target,
+        itl_target=target and 1000 * target,
         connectors=connectors,
         clock=clock,
     )
@@ -248,7 +248,7 @@ def test_what_is_copied_out_goes_straight_to_its_place() -> None:
     size = layout().block_bytes
     disk = whole()
     engine, connectors = made(disk=disk, blocks=20, length=320)
-    patch(connectors.saves, _take=lambda most: [])
+    patch(connectors, _take=lambda most: [])
     executor = engine.executor
     exported = 0
     real = executor.export_blocks
@@ -671,9 +671,9 @@ def test_nobody_gives_way_for_what_a_step_has_no_time_for() -> None:
     scheduler._served.add(seq)  # the stream would be the one
     while kv.pool.num_free:
         kv.pool.allocate()
-    assert scheduler._chunk(seq, budget, ()) is None
+    assert scheduler._chunk(seq, budget) is None
     kv._to_load.pop(seq.slot)
-    assert scheduler._chunk(seq, budget, ()) is None
+    assert scheduler._chunk(seq, budget) is None
     assert not scheduler.num_preemptions
 
 

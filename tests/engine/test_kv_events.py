@@ -41,7 +41,7 @@ class Replayed:
     def check(self) -> None:
         kv = self.kv
         kv.events.deliver()
-        held = {(kv._hashes.of(node), group) for node, group, _ in kv.index.held()}
+        held = {kv._key(node, group) for node, group, _ in kv.index.held()}
         assert self.held.get("device", set()) == held
         for connector in kv.connectors.all if kv.connectors is not None else ():
             match connector:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from engine.checking import layout, model
 from engine.world import drawn_policy, random_terms
 from faults import patch
-from octavo.engine.clock import RealClock, VirtualClock
+from octavo.engine.clock import Clock, VirtualClock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.leap import Leap
 from octavo.engine.step_time import StepTimePredictor
@@ -29,7 +29,6 @@ from octavo.sampling.params import SamplingParams
 from octavo.sampling.sampler import Sampled
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.policies.config import PolicyConfig
 from octavo.scheduler.policies.fair import Fair
 from octavo.scheduler.request import AdmissionError, Outcome, Request, RequestRecord
 from octavo.scheduler.scheduler import Scheduler
@@ -77,7 +76,7 @@ def loads(draw: st.DrawFn) -> Load:
         max_num_queued_reqs=draw(st.sampled_from((None, None, 2))),
         batching=draw(st.sampled_from(("continuous", "continuous", "static"))),
         memory=memory,
-        policy=PolicyConfig(**drawn_policy(random.Random(draw(st.integers(0, 99))))),
+        **drawn_policy(random.Random(draw(st.integers(0, 99)))),
     )
     if draw(st.integers(0, 4)) == 0:
         most = max(max_model_len, limits.max_num_batched_tokens)
@@ -86,7 +85,7 @@ def loads(draw: st.DrawFn) -> Load:
     num_blocks = max(1, int(whole * draw(st.sampled_from((0.6, 1.0, 1.5, 4.0)))))
     rates = draw(st.sampled_from(RATES))
     if limits.chunked_prefill and draw(st.booleans()):
-        limits = replace(limits, itl_target=draw(st.sampled_from((1e-6, 2e-4, 5e-4, 3e-3))))
+        limits = replace(limits, itl_target=draw(st.sampled_from((1e-3, 0.2, 0.5, 3.0))))
     unit = 1e-3 if rates == RATES[0] else 1.3e-4
     time = 0.0
     arrivals = []
@@ -124,7 +123,7 @@ def loads(draw: st.DrawFn) -> Load:
 
 def terms(limits: SchedulerConfig, seed: int) -> dict[str, Any]:
     found = random_terms(random.Random(seed))
-    if limits.policy.scheduling_policy != "priority":
+    if limits.scheduling_policy != "priority":
         found["priority"] = 0
     return found
 
@@ -378,7 +377,7 @@ def test_a_promise_is_not_inherited() -> None:
     assert leaps_with(executor=executor(Faulty)) is None
     assert leaps_with(sampler=Repeating(VOCAB)) is None
     assert leaps_with(clock=Ticking()) is None
-    assert leaps_with(clock=RealClock()) is None
+    assert leaps_with(clock=Clock()) is None
     patched = executor(SimulatedExecutor)
     patch(patched, execute=executor(Faulty).execute)
     assert leaps_with(executor=patched) is None
@@ -419,4 +418,4 @@ def test_seconds_ahead_are_those_of_the_steps(
         batch = Batch(
             counting[:-1], at + step, counting, counting[:-1], empty, counting[:-1], empty
         )
-        assert next(ahead) == costs.step(batch, rates).seconds
+        assert next(ahead) == costs.seconds(batch, rates)

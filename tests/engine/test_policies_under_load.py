@@ -18,7 +18,6 @@ from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.policies.config import PolicyConfig
 from octavo.scheduler.request import LatencyTarget, Outcome, Request, RequestRecord
 from octavo.scheduler.scheduler import Scheduler
 
@@ -34,7 +33,7 @@ def engine(max_num_seqs: int = 4, **policy: Any) -> Engine:
         max_model_len=256,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=128,
-        policy=PolicyConfig(**policy),
+        **policy,
     )
     rates = Rates(step_overhead=0.004, row_overhead=0.0008)
     executor = SimulatedExecutor(

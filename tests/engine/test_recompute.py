@@ -1,10 +1,11 @@
 """The cost of computing a part of a prompt: what the predictor says, less a margin."""
 
+import numpy as np
 import pytest
 
 from executor import tiny
-from octavo.engine.recompute import RecomputeCost, _chunk
 from octavo.engine.step_time import StepTimePredictor, guessed
+from octavo.executor.base import Batch
 from octavo.executor.cost import CostModel, Rates
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.families import program
@@ -14,37 +15,45 @@ COSTS = CostModel(program(MODEL), KvLayout.of(MODEL))
 RATES = Rates(1e9, 1e9, attention_ops_per_second=1e7)
 
 
+def chunk(start: int, size: int) -> Batch:
+    """A step with a part of one prompt."""
+    none = np.empty(0, np.int32)
+    return Batch(
+        token_ids=np.zeros(size, np.int32),
+        positions=np.arange(start, start + size, dtype=np.int32),
+        seq_offsets=np.array((0, size), np.int32),
+        seq_slots=np.zeros(1, np.int32),
+        block_tables=none.reshape(0, 0, 0),
+        logits_rows=none,
+        copies=none.reshape(0, 2),
+    )
+
+
 def predicted(start: int, tokens: int) -> float:
-    return COSTS.step(_chunk(start, tokens), RATES).seconds
+    return COSTS.step(chunk(start, tokens), RATES).seconds
 
 
 def test_it_is_the_paces_in_steps_of_the_engines_size() -> None:
     pace = StepTimePredictor(COSTS, RATES)
-    cost = RecomputeCost(pace, 100)
-    assert cost.seconds(0, 80) == pytest.approx(predicted(0, 80) * pace.margin)
+    assert pace.seconds_alone(0, 80, 100) == pytest.approx(predicted(0, 80) * pace.margin)
     total = predicted(50, 100) + predicted(150, 100) + predicted(250, 7)
-    assert cost.seconds(50, 207) == pytest.approx(total * pace.margin)
-    assert cost.seconds(400, 50) > cost.seconds(0, 50)  # more keys to attend to
-    assert cost.seconds(0, 100) == pytest.approx(predicted(0, 100) * pace.margin)
+    assert pace.seconds_alone(50, 207, 100) == pytest.approx(total * pace.margin)
+    assert pace.seconds_alone(400, 50, 100) > pace.seconds_alone(0, 50, 100)  # more keys to see
+    assert pace.seconds_alone(0, 100, 100) == pytest.approx(predicted(0, 100) * pace.margin)
 
 
 def test_it_follows_the_pace() -> None:
     pace = StepTimePredictor(COSTS, RATES)
-    cost = RecomputeCost(pace, 100)
-    before = cost.seconds(0, 100)
+    before = pace.seconds_alone(0, 100, 100)
     for _ in range(40):
-        pace.learn(_chunk(0, 100), 3 * predicted(0, 100))
-    assert cost.seconds(0, 100) == pytest.approx(3 * predicted(0, 100), rel=0.1)
+        pace.learn(chunk(0, 100), 3 * predicted(0, 100))
+    assert pace.seconds_alone(0, 100, 100) == pytest.approx(3 * predicted(0, 100), rel=0.1)
     pace.calibrate(RATES)
-    assert cost.seconds(0, 100) == pytest.approx(before)
+    assert pace.seconds_alone(0, 100, 100) == pytest.approx(before)
 
 
 def test_a_guess_is_not_believed_to_be_too_slow() -> None:
     """Of a machine not known yet: it may be several times as fast as the guess."""
-    known, unknown = (
-        StepTimePredictor(COSTS, guessed(2)),
-        StepTimePredictor(COSTS, guessed(2), measured=False),
-    )
-    assert (
-        RecomputeCost(unknown, 100).seconds(0, 100) < RecomputeCost(known, 100).seconds(0, 100) / 5
-    )
+    known = StepTimePredictor(COSTS, guessed(2))
+    unknown = StepTimePredictor(COSTS, guessed(2), measured=False)
+    assert unknown.seconds_alone(0, 100, 100) < known.seconds_alone(0, 100, 100) / 5

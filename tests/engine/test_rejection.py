@@ -18,7 +18,7 @@ import pytest
 
 from engine.test_speculation import Letters
 from executor import tiny
-from octavo.engine.clock import RealClock
+from octavo.engine.clock import Clock
 from octavo.engine.engine import Engine, Step
 from octavo.executor.base import Float32
 from octavo.executor.native.executor import NativeExecutor
@@ -186,7 +186,7 @@ def running(
         executor,
         scheduler,
         sampler,
-        RealClock(),
+        Clock(),
         vocab_size=VOCAB,
         tokenizer=Letters(),  # type: ignore[arg-type]
         speculator=speculator,

@@ -23,7 +23,7 @@ import octavo.loader
 from engine.connecting import eager_connectors
 from executor import tiny
 from octavo import _native
-from octavo.engine.clock import RealClock
+from octavo.engine.clock import Clock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.outputs import Delta
 from octavo.engine.step_time import StepTimePredictor, guessed
@@ -92,7 +92,7 @@ class Setting:
     num_blocks: int | None = None
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 512
-    itl_target: float | None = None  # seconds
+    itl_target: float | None = None  # ms
     enable_prefix_caching: bool = False
     max_model_len: int = 400
     kv_dtype: KvDtype = KvDtype.FP16
@@ -307,7 +307,7 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         executor,
         scheduler,
         recorder,
-        RealClock(),
+        Clock(),
         vocab_size=vocab,
         eos_token_ids={EOS},
         speculator=speculator,
@@ -405,7 +405,7 @@ def check_case(
         draft_blocks=guess.choice((1.0, 1.5, 4.0)),
         spare_rows=guess.choice((7, 7, 60)),
         max_branches=guess.choice((0, 2, 16)),
-        itl_target=guess.choice((None, None, None, None, 1e-6, 3e-4, 1e-3, 1e-2)),
+        itl_target=guess.choice((None, None, None, None, 1e-3, 0.3, 1.0, 10.0)),
     )
     if branches:
         setting = replace(setting, drafter="forked", max_branches=16, itl_target=None)

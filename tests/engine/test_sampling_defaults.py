@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from octavo.engine.sampling_defaults import SamplingDefaults, sampling_defaults
+from octavo.engine.sampling_defaults import sampling_defaults
 from octavo.llm import LLM
 from octavo.loader.base import CheckpointError
 from octavo.loader.generation_config import of_gguf
@@ -23,28 +23,30 @@ VALUES = {
 }  # fmt: skip
 
 
-def defaults(folder: Path, given: dict[str, Any], *more: Any) -> SamplingDefaults:
+def defaults(folder: Path, given: dict[str, Any], *more: Any) -> tuple[dict[str, Any], str]:
     checkpoint: Any = SimpleNamespace(path=folder, generation_config=given)
     return sampling_defaults(checkpoint, *more)
 
 
 def test_supported_values_are_taken_and_others_named(tmp_path: Path) -> None:
-    found = defaults(tmp_path, FILE | {"typical_p": 0.9, "num_beams": 4})
-    assert found.values == VALUES
-    assert found.ignored == ("num_beams", "typical_p")
-    for said in ("temperature 0.6", "max_tokens 300", "not applied: num_beams", "tion_config.json"):
-        assert said in found.report()
-    assert defaults(tmp_path, {}).report() == ""
-    assert defaults(tmp_path, {"eos_token_id": 1, "do_sample": False}).report() == ""
+    values, report = defaults(tmp_path, FILE | {"typical_p": 0.9, "num_beams": 4})
+    assert values == VALUES
+    for said in (
+        *("temperature 0.6", "max_tokens 300", "generation_config.json"),
+        "not applied: num_beams, typical_p (",
+    ):
+        assert said in report
+    assert defaults(tmp_path, {}) == ({}, "")
+    assert defaults(tmp_path, {"eos_token_id": 1, "do_sample": False}) == ({}, "")
 
 
 def test_other_sources(tmp_path: Path) -> None:
-    assert defaults(tmp_path, FILE, "vllm").values == {}
+    assert defaults(tmp_path, FILE, "vllm")[0] == {}
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 7}))
-    assert defaults(tmp_path, FILE, str(tmp_path)).values == {"top_k": 7}
-    overridden = defaults(tmp_path, FILE, "auto", {"top_k": 3, "min_p": 0.1})
-    assert overridden.values == VALUES | {"top_k": 3, "min_p": 0.1}
-    assert defaults(tmp_path, FILE, "vllm", {"top_k": 3}).values == {"top_k": 3}
+    assert defaults(tmp_path, FILE, str(tmp_path))[0] == {"top_k": 7}
+    overridden, _ = defaults(tmp_path, FILE, "auto", {"top_k": 3, "min_p": 0.1})
+    assert overridden == VALUES | {"top_k": 3, "min_p": 0.1}
+    assert defaults(tmp_path, FILE, "vllm", {"top_k": 3})[0] == {"top_k": 3}
     with pytest.raises(CheckpointError, match=r"nothing/generation_config\.json: cannot be opened"):
         defaults(tmp_path, FILE, str(tmp_path / "nothing"))
 

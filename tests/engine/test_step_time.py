@@ -53,7 +53,8 @@ class Machine(SimulatedExecutor):
     held_up = 0.0  # how often a step takes five times as long
 
     def execute(self, batch: Batch) -> StepResult:
-        seconds = self.cost(batch).seconds * self.factor * self.noise.lognormvariate(0, self.spread)
+        seconds = self.costs.seconds(batch, self.rates) * self.factor
+        seconds *= self.noise.lognormvariate(0, self.spread)
         return StepResult(None, seconds * (5 if self.noise.random() < self.held_up else 1))
 
 
@@ -98,7 +99,7 @@ def build(
         max_num_seqs=64,
         max_num_batched_tokens=max_num_batched_tokens,
         max_logits_rows=512 if acceptance else None,
-        itl_target=target,
+        itl_target=target and 1000 * target,
     )
     machine = Machine(
         program(model((None,), VOCAB)),
@@ -152,7 +153,7 @@ def test_what_is_predicted_is_what_the_step_takes() -> None:
     stats = engine.stats()
     assert stats.predicted_seconds == pytest.approx(stats.paced_seconds)
     assert stats.paced_steps == sum(max(step.values()) > 1 for step in seen.tokens)
-    assert stats.itl_target == TARGET
+    assert stats.itl_target_s == TARGET
     assert stats.decode_steps == sum(seen.decoded)
     assert stats.late_steps == 0
 

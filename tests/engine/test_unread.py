@@ -130,7 +130,7 @@ async def test_who_is_paused_makes_nobody_wait_for_a_look_at_the_cache(
     inner = engine.engine
     check = inner.check_integrity
     monkeypatch.setattr(
-        inner, "check_integrity", lambda: (looks.append(inner.num_requests), check())
+        inner, "check_integrity", lambda: (looks.append(len(inner.requests)), check())
     )
     unread = engine.submit(request("unread", [1, 2], max_tokens=90))
     await until(lambda: engine.stats().paused == 1)

@@ -19,7 +19,6 @@ from octavo.sampling.params import SamplingParams
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.admission import Forecast
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.policies.config import PolicyConfig
 from octavo.scheduler.request import AdmissionError, LatencyTarget, Request, RequestRecord
 from octavo.scheduler.scheduler import Scheduler
 
@@ -216,7 +215,7 @@ def test_predictions_are_bounded() -> None:
 
 def queued(policy: str, *others: dict[str, Any]) -> WaitTimePredictor:
     """Of an engine where one may run, and does, and these wait."""
-    simulated = Simulated(max_num_seqs=1, policy=PolicyConfig(scheduling_policy=policy))
+    simulated = Simulated(max_num_seqs=1, scheduling_policy=policy)
     for _ in range(4):
         simulated.ask(50, 50)
         simulated.run()

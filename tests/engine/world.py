@@ -20,9 +20,8 @@ from engine.drafting import Branching, Oracle
 from engine.shooting import Shot, shooting
 from faults import patch
 from octavo.engine.clock import VirtualClock
-from octavo.engine.detokenize import IncrementalDetokenizer, Released
 from octavo.engine.engine import Step
-from octavo.engine.outputs import Delta
+from octavo.engine.outputs import Delta, SequenceOutput
 from octavo.kv_cache.transfer_cost import Measured
 from octavo.sampling.params import InvalidParameter, SamplingParams
 from octavo.scheduler.request import (
@@ -59,23 +58,23 @@ class Leaping(VirtualClock):
         self._now += seconds
 
 
-class Words(IncrementalDetokenizer):
+class Words(SequenceOutput):
     """A word a token, the last of which is held back. The next push after ``fail`` fails."""
 
     fail = False
 
-    def __init__(self, params: SamplingParams, ending_ids: frozenset[int]) -> None:
-        super().__init__(None, params, ending_ids)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(None, *args)
         self._held = ""
 
-    def push(self, token_ids: Sequence[int]) -> Released:
+    def push(self, token_ids: Sequence[int]) -> tuple[str, int, FinishReason | None, Any]:
         if Words.fail:
             Words.fail = False
             raise UnicodeError("injected")
-        released = super().push(token_ids)
-        words = [self._held, *(f"{token} " for token in token_ids[: released.num_tokens])]
-        self._held = "" if released.finished else words.pop()
-        return released._replace(text="".join(words))
+        _, count, reason, stop = super().push(token_ids)
+        words = [self._held, *(f"{token} " for token in token_ids[:count])]
+        self._held = "" if reason else words.pop()
+        return "".join(words), count, reason, stop
 
     def finish(self) -> str:
         held, self._held = self._held, ""
@@ -139,7 +138,7 @@ class Setting:
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 16
     max_logits_rows: int | None = None
-    itl_target: float | None = None
+    itl_target: float | None = None  # ms
     max_branches: int = 0
     enable_prefix_caching: bool = True
     vocab: int = 3
@@ -203,7 +202,7 @@ class Setting:
             most = max(max_model_len, setting.max_num_batched_tokens)
             setting = replace(setting, chunked_prefill=False, max_num_batched_tokens=most)
         elif rng.random() < 0.5:
-            setting = replace(setting, itl_target=rng.choice((1e-9, 2e-4, 1e-3, 2e-3, 1.0)))
+            setting = replace(setting, itl_target=rng.choice((1e-6, 0.2, 1.0, 2.0, 1000.0)))
         setting = replace(setting, policy=drawn_policy(rng))
         return replace(setting, load_seconds=rng.choice((0.0, 0.0, 1e-5, 1e-4, 1e-3)))
 
@@ -288,7 +287,7 @@ class World:
                 import_blocks(blocks, data)
 
             patch(self.executor, import_blocks=slow_import)
-        self.engine.new_text = Words
+        self.engine.new_output = Words  # type: ignore[assignment]
         Words.fail = False
         if setting.drafter is not None:
             oracle = Oracle(setting.drafter, self.sampler)
@@ -400,7 +399,7 @@ class World:
         params: dict[str, object],
         terms: dict[str, Any],
     ) -> None:
-        if self.engine.scheduler.config.policy.scheduling_policy != "priority":
+        if self.engine.scheduler.config.scheduling_policy != "priority":
             terms["priority"] = 0
         request = Request(
             request_id=name,

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from itertools import combinations, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -58,6 +58,18 @@ def batch(spans: list[tuple[int, int]], rows: int = 1) -> Batch:
     )
 
 
+class Total(NamedTuple):
+    """What all ops of a step move and compute."""
+
+    weight_bytes: int
+    kv_bytes: int
+    ops: int
+
+
+def total(costs: CostModel, step: Batch) -> Total:
+    return Total(*map(sum, zip(*(cost[:3] for cost in costs.by_op(step)), strict=True)))
+
+
 spans = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=5)
 
 
@@ -75,9 +87,9 @@ def test_a_step_grown_span_by_span_is_the_step(
         size = costs.with_span(size, start, tokens, 1)
     whole = batch([*((at, 1) for at in decodes), *chunks], rows=len(decodes) + len(chunks))
     assert size == costs.size(whole)
-    parts = costs.dense_seconds(size, rates), costs.attention_seconds(size, rates)
+    parts = costs.dense_seconds(size, rates), costs.attention_seconds(size.attention, rates)
     overhead = rates.overhead(size.tokens, size.rows, size.chunks)
-    assert sum(parts) + overhead == pytest.approx(costs.step(whole, rates).seconds)
+    assert sum(parts) + overhead == pytest.approx(costs.seconds(whole, rates))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -97,9 +109,10 @@ def test_attention_is_counted_as_if_query_by_query(
                     ops += 4 * config.num_heads * config.head_dim * (position - first + 1)
                     seen |= set(range(first, position + 1))
                 moved += (len(seen) + size) * token_bytes  # read once, and the new ones written
-    counted = executor(family).cost(batch(spans))
+    costs = executor(family).costs
+    counted = total(costs, batch(spans))
     tokens = sum(size for _, size in spans)
-    without = executor(family).cost(batch([(0, 1)] * tokens))
+    without = total(costs, batch([(0, 1)] * tokens))
     of_first = tokens * len(config.layers) * 4 * config.num_heads * config.head_dim
     assert counted.kv_bytes == moved
     assert counted.ops - without.ops == ops - of_first
@@ -119,8 +132,9 @@ def test_weights_are_read_once_a_step_and_the_last_where_logits_are_wanted() -> 
     def norms(ops: tuple[Op, ...]) -> int:
         return sum(size(op.weight) for op in ops if isinstance(op, RmsNorm))
 
-    one, many = executor().cost(batch([(0, 1)])), executor().cost(batch([(0, 30)]))
-    none = executor().cost(batch([(0, 1)], rows=0))
+    costs = executor().costs
+    one, many = total(costs, batch([(0, 1)])), total(costs, batch([(0, 30)]))
+    none = total(costs, batch([(0, 1)], rows=0))
     row = 2 * config.hidden_size  # of the embedding
     assert one.weight_bytes == matrices(compute.ops) + norms(compute.ops) + row
     assert many.weight_bytes - one.weight_bytes == 29 * row
@@ -130,20 +144,14 @@ def test_weights_are_read_once_a_step_and_the_last_where_logits_are_wanted() -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3moe"])
-@given(spans=spans, rows=st.integers(0, 3), copies=st.integers(0, 2))
-def test_the_ops_add_up_to_the_step(
-    family: str, spans: list[tuple[int, int]], rows: int, copies: int
-) -> None:
+@given(spans=spans, rows=st.integers(0, 3))
+def test_the_ops_add_up_to_the_step(family: str, spans: list[tuple[int, int]], rows: int) -> None:
     costs = executor(family, Rates(1e9, 2e9, int8_ops_per_second=7e9))
     step = batch(spans, min(rows, sum(size for _, size in spans)))
-    step.copies = np.zeros((copies, 2), np.int32)
-    ops, total = costs.costs.by_op(step), costs.cost(step)
+    ops = costs.costs.by_op(step)
     assert len(ops) == len(costs.costs.program.ops)
-    assert sum(op.weight_bytes for op in ops) == total.weight_bytes
-    copied = 2 * copies * costs.layout.block_bytes
-    assert sum(op.kv_bytes for op in ops) + copied == total.kv_bytes
-    assert sum(op.ops for op in ops) == total.ops
-    assert sum(op.seconds(costs.rates) for op in ops) == pytest.approx(total.seconds)
+    seconds = costs.costs.seconds(step, costs.rates)
+    assert sum(op.seconds(costs.rates) for op in ops) == pytest.approx(seconds)
     for op, cost in zip(costs.costs.program.ops, ops, strict=True):
         assert (cost.kv_bytes > 0) == isinstance(op, PagedAttention)
 
@@ -157,7 +165,7 @@ def test_a_program_of_rows_reads_its_weights_and_no_cache() -> None:
         {"w": (48, 64), "v": (10, 48)},
     )
     costs = CostModel(head, KvLayout.of(config), weight_bytes={"w": 1000, "v": 500})
-    counted = costs.step(batch([(7, 1)] * 3, rows=3), PLAIN)
+    counted = total(costs, batch([(7, 1)] * 3, rows=3))
     assert counted.kv_bytes == 0
     assert counted.weight_bytes == 1500
     assert counted.ops == 3 * (2 * 48 * 64 + 9 * 48 + 2 * 10 * 48)
@@ -228,20 +236,17 @@ def test_stored_sizes_replace_the_two_bytes_an_element() -> None:
     config = tiny.config()
     compute = program(config)
     half = {role: int(np.prod(shape)) for role, shape in compute.weights.items()}
-    layout = KvLayout.of(config)
-    costs = CostModel(compute, layout, weight_bytes=half)
-    stored = SimulatedExecutor(compute, layout, num_blocks=1, rates=Rates(1e9), costs=costs)
-    assert (
-        2 * stored.cost(batch([(0, 1)])).weight_bytes
-        == executor().cost(batch([(0, 1)])).weight_bytes
-    )
+    stored, step = CostModel(compute, KvLayout.of(config), weight_bytes=half), batch([(0, 1)])
+    assert 2 * total(stored, step).weight_bytes == total(executor().costs, step).weight_bytes
 
 
 def test_duration_follows_the_slower_of_memory_and_arithmetic() -> None:
     for rates in (Rates(1e6, 1e15), Rates(1e15, 1e6)):
-        cost = executor(rates=rates).cost(batch([(5, 1)]))
+        costs, step = executor(rates=rates).costs, batch([(5, 1)])
+        cost = total(costs, step)
         memory = (cost.weight_bytes + cost.kv_bytes) / rates.bytes_per_second
-        assert cost.seconds == pytest.approx(max(memory, cost.ops / rates.ops_per_second), rel=1e-6)
+        slower = max(memory, cost.ops / rates.ops_per_second)
+        assert costs.seconds(step, rates) == pytest.approx(slower, rel=1e-6)
     assert executor(rates=Rates(step_overhead=0.5)).execute(batch([(0, 1)])).duration == 0.5
     assert executor(rates=Rates()).execute(batch([(0, 1)])).duration == 0.0
     with pytest.raises(ValueError, match="positive"):
@@ -288,8 +293,9 @@ def test_sharing_out_rows_costs_no_more_than_a_panel_a_thread(threads: int, rows
 def test_a_slower_machine_takes_longer_for_every_step(rates: Rates) -> None:
     assert rates.slowed(1.0) == rates
     for step in (batch([(0, 1)]), batch([(0, 40), (3, 9), (100, 101)])):
-        slow, usual = executor(rates=rates.slowed(1.25)), executor(rates=rates)
-        assert slow.cost(step).seconds == pytest.approx(1.25 * usual.cost(step).seconds)
+        costs = executor().costs
+        slow, usual = costs.seconds(step, rates.slowed(1.25)), costs.seconds(step, rates)
+        assert slow == pytest.approx(1.25 * usual)
 
 
 def test_the_engine_simulates_on_virtual_time() -> None:

@@ -336,7 +336,7 @@ def test_whatever_is_branched_and_adopted_the_content_is_right(data: st.DataObje
         for at, token in enumerate(tokens, start):
             for block in kv.tables[:, row, at // 4].tolist():
                 assert kv.pool.refs[block] == 1
-                assert not kv.index.holds(block)
+                assert kv.pool.contents[block] is None
                 content[block, at % 4] = token
 
     for _ in range(data.draw(st.integers(1, 12))):

@@ -4,6 +4,7 @@ from array import array
 
 import pytest
 
+from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.prefix_index import Node, PrefixIndex, chain_hash
 
 
@@ -18,7 +19,8 @@ def added(index: PrefixIndex, parent: Node | None, content: bytes) -> Node:
 
 
 def test_a_chain_is_found_by_parent_and_tokens() -> None:
-    index = PrefixIndex(num_blocks=4, num_groups=1)
+    pool = BlockPool[tuple[Node, int]](4)
+    index = PrefixIndex(pool, 1)
     root = added(index, None, b"")
     first = added(index, root, tokens(1, 2))
     second = added(index, first, tokens(1, 2))
@@ -29,7 +31,7 @@ def test_a_chain_is_found_by_parent_and_tokens() -> None:
     assert index.find(second, tokens(1, 2)) is None
     assert index.find(root, tokens(2, 1)) is None
     assert index.find(None, b"salt") is None
-    assert index.holds(3)
+    assert pool.contents[3] == (second, 0)
 
 
 @pytest.mark.parametrize("colliding", ["everything", "same parent"])
@@ -37,7 +39,7 @@ def test_a_forced_collision_is_refused_and_harmless(colliding: str) -> None:
     def hasher(parent: int, content: bytes) -> int:
         return 7 if colliding == "everything" else hash((parent, len(content)))
 
-    index = PrefixIndex(num_blocks=8, num_groups=1, hasher=hasher)
+    index = PrefixIndex(BlockPool(8), 1, hasher=hasher)
     root = added(index, None, b"")
     if colliding == "everything":
         assert index.add(root, tokens(1, 2)) is None
@@ -54,7 +56,9 @@ def test_a_forced_collision_is_refused_and_harmless(colliding: str) -> None:
 
 def test_children_of_an_overwritten_block_do_not_come_to_another_prefix() -> None:
     """The parent's key is free again and taken by other tokens with the same hash."""
-    index = PrefixIndex(8, 1, hasher=lambda parent, content: hash((parent, len(content))))
+    index = PrefixIndex(
+        BlockPool(8), 1, hasher=lambda parent, content: hash((parent, len(content)))
+    )
     root = added(index, None, b"")
     index.pin(root)
     parent = added(index, root, tokens(1, 2))
@@ -71,7 +75,7 @@ def test_children_of_an_overwritten_block_do_not_come_to_another_prefix() -> Non
 
 
 def test_nothing_is_kept_for_blocks_that_are_gone() -> None:
-    index = PrefixIndex(num_blocks=100, num_groups=2)
+    index = PrefixIndex(BlockPool(100), 2)
     node: Node | None = None
     for depth in range(50):
         node = added(index, node, tokens(depth))
@@ -85,7 +89,7 @@ def test_nothing_is_kept_for_blocks_that_are_gone() -> None:
 
 
 def test_a_pinned_node_outlives_its_blocks() -> None:
-    index = PrefixIndex(num_blocks=2, num_groups=1)
+    index = PrefixIndex(BlockPool(2), 1)
     node = added(index, None, b"")
     index.pin(node)
     index.put(node, 0, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from octavo import _native
 from octavo.executor.cost import Arithmetic
@@ -98,7 +98,7 @@ def test_limits_are_kept_and_found_again(home: Path) -> None:
     assert path.is_relative_to(home)
     assert Limits.load() == made_up()
     assert list(path.parent.iterdir()) == [path], "nothing else is left"
-    changed = dataclasses.replace(made_up(), kernels="another build")
+    changed = replace(made_up(), kernels="another build")
     changed.save()
     assert Limits.load() is None
 
@@ -174,7 +174,7 @@ def test_reading_them() -> None:
     assert machine.bytes_per_second(1) == 1e10
     assert machine.bytes_per_second(3) == 3e10
     assert machine.barrier_seconds(2) == 2e-7
-    without = dataclasses.replace(machine, bf16=())
+    without = replace(machine, bf16=())
     assert without.ops_per_second("bf16") == without.ops_per_second("fp32")
 
 
@@ -195,7 +195,7 @@ def test_as_a_cost_models_rates() -> None:
     assert rates.bytes_per_second == 2e10
     peaks = {kind: rates.peak(kind) for kind in Arithmetic}
     assert peaks == {"int8": 8e11, "fp8": 4e11, "bf16": 4e11, "fp32": 2e11}
-    slow = dataclasses.replace(made_up(), int8=rates_of(1e11, 2e11, 3e11))
+    slow = replace(made_up(), int8=rates_of(1e11, 2e11, 3e11))
     both = highest([made_up(), slow], 2, 256 << 20)
     assert both == rates
     assert made_up().summary(2, 256 << 20)["bytes_per_second"] == 2e10

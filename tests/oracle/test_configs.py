@@ -14,8 +14,8 @@ import pytest
 from octavo.executor.reference import evaluate
 from octavo.loader import load
 from octavo.loader.dequantize import dequantize
-from octavo.loader.hf_defaults import TABLE
 from octavo.models.families import program
+from octavo.models.hf_type import TRANSFORMERS
 from oracle.drawn_configs import MODEL_TYPES, ids_of, make_weights, write_folder
 from paths import ORACLE
 
@@ -60,5 +60,5 @@ def test_every_family_and_spelling_is_among_them() -> None:
         assert any(key not in config for config in configs)
 
 
-def test_the_table_is_of_the_release_that_was_recorded() -> None:
-    assert json.loads(TABLE.read_text())["transformers"] == RECORDED["transformers"]
+def test_the_records_are_of_the_release_that_was_recorded() -> None:
+    assert RECORDED["transformers"] == TRANSFORMERS

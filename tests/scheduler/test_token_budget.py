@@ -26,7 +26,7 @@ class OnePerToken:
 
 
 def budget(target: float) -> TokenBudget:
-    config = SchedulerConfig(max_model_len=1000, max_num_seqs=4, itl_target=target)
+    config = SchedulerConfig(max_model_len=1000, max_num_seqs=4, itl_target=1000 * target)
     return TokenBudget(config, np.zeros(2, np.int32), OnePerToken())
 
 

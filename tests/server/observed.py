@@ -18,7 +18,6 @@ from octavo.kv_cache.connectors.disk import Disk
 from octavo.kv_cache.connectors.host import HostMemory
 from octavo.kv_cache.connectors.manager import ConnectorManager
 from octavo.kv_cache.transfer_cost import TransferCost
-from octavo.scheduler.policies.config import PolicyConfig
 from octavo.server.metrics import Metrics
 from octavo.spec_decode.speculator import Speculator
 from patience import PATIENCE, until
@@ -38,8 +37,9 @@ async def observed_server(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient
         num_blocks=24,
         max_num_seqs=8,
         max_num_queued_reqs=6,
-        itl_target=0.0005,  # less than any step takes
-        policy=PolicyConfig(scheduling_policy="priority", max_queue_time=0.1),
+        itl_target=0.5,  # ms, less than any step takes
+        scheduling_policy="priority",
+        max_queue_time=0.1,
     )
     drafter = Coin(0.6, engine.engine.sampler)
     drafter.speculator = Speculator(drafter, engine.engine.vocab_size, 3)
@@ -58,7 +58,7 @@ async def observed_server(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient
     metrics = Metrics(MODEL, engine.stats, 512)
     metrics.info("build_info", "The program.", {"version": "1"})
     metrics.info("cache_config_info", "The paged cache.", {"block_size": 16, "num_blocks": 24})
-    prediction = Prediction(engine.engine, executor.costs, Rates(step_overhead=0.001))
+    prediction = Prediction(engine.engine, Rates(step_overhead=0.001))
     prediction.tell = metrics.predicting(lambda: prediction.ratio)
     engine.observe(prediction)
     async with (

@@ -10,7 +10,7 @@ import httpx
 from serve_fakes import VOCAB, ByteTokenizer, served_model
 
 from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.clock import RealClock
+from octavo.engine.clock import Clock
 from octavo.engine.engine import Engine
 from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.base import Batch, StepResult
@@ -69,7 +69,7 @@ def real_engine(
         executor,
         Scheduler(SchedulerConfig(**limits), layout, num_blocks),
         ScriptedSampler(VOCAB),
-        RealClock(),
+        Clock(),
         vocab_size=VOCAB,
         eos_token_ids=tokenizer.eos_token_ids,
         step_times=StepTimePredictor(executor.costs, guessed(1), measured=False)

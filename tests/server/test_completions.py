@@ -13,7 +13,6 @@ from octavo.scheduler.request import FinishReason, Outcome
 from octavo.server.completions import CompletionReply
 from octavo.server.logprobs import CompletionLogprobsWriter, TokenDisplay
 from octavo.server.protocol import CompletionLogprobs, Usage
-from octavo.server.reply import Output
 from patience import until
 
 
@@ -157,9 +156,9 @@ async def test_a_large_answer_is_written_in_a_thread(
     threads = []
     whole = CompletionReply.whole
 
-    def noted(self: CompletionReply, outputs: list[Output]) -> bytes:
+    def noted(self: CompletionReply, deltas: Any) -> bytes:
         threads.append(threading.current_thread())
-        return whole(self, outputs)
+        return whole(self, deltas)
 
     monkeypatch.setattr(CompletionReply, "whole", noted)
     answer = await complete(

@@ -13,7 +13,7 @@ from serving import listening
 from octavo.server.api_keys import ApiKey, digest
 from octavo.server.app import App
 from octavo.server.config import ServeConfig
-from octavo.server.hosts import Hosts
+from octavo.server.hosts import own_hosts
 from octavo.server.routes import DOCS_ROUTES, ROUTES
 
 MACHINE = socket.gethostname().lower()
@@ -61,10 +61,10 @@ async def nothing(*_: Any) -> None: ...
     ],
 )
 def test_whose_name_it_is(config: dict[str, Any], own: str, strange: str) -> None:
-    hosts = Hosts(ServeConfig(**config))
-    assert [name for name in own.split() if not hosts.own(name)] == []
-    assert [name for name in strange.split() if hosts.own(name)] == []
-    assert hosts.own("") == hosts.own(EVIL)
+    is_own = own_hosts(ServeConfig(**config))
+    assert [name for name in own.split() if not is_own(name)] == []
+    assert [name for name in strange.split() if is_own(name)] == []
+    assert is_own("") == is_own(EVIL)
 
 
 async def test_what_is_no_request_has_no_host(engine: FakeEngine) -> None:

@@ -16,7 +16,6 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.snapshot import EngineSnapshot, PoolSnapshot, RequestSnapshot, snapshot
 from octavo.engine.stream import EngineDead
 from octavo.sampling.params import SamplingParams
-from octavo.scheduler.policies.config import PolicyConfig
 from octavo.scheduler.request import LatencyTarget, Request
 from octavo.server.app import App
 from octavo.server.config import ServeConfig
@@ -165,7 +164,7 @@ def test_listing_is_bounded_whatever_waits() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline"])
 def test_who_is_next_comes_next_under_every_policy(policy: Any) -> None:
-    engine, _ = manual(max_num_seqs=1, policy=PolicyConfig(scheduling_policy=policy))
+    engine, _ = manual(max_num_seqs=1, scheduling_policy=policy)
     engine.add_request(request("runs", tokens=3))
     engine.step()
     for number in range(12):
@@ -318,7 +317,7 @@ async def test_a_look_that_fails_is_the_askers_alone() -> None:
     async with started(engine):
         with pytest.raises(KeyError):
             await engine.inspect(fails)
-        assert await engine.inspect(lambda engine: engine.num_requests) == 0
+        assert await engine.inspect(lambda engine: len(engine.requests)) == 0
 
 
 def test_snapshots_are_values() -> None:

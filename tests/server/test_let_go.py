@@ -19,7 +19,6 @@ from faults import patch
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.stream import EngineDead
 from octavo.sampling.params import InvalidParameter
-from octavo.scheduler.config import PolicyConfig
 from octavo.scheduler.request import AdmissionError
 from octavo.scheduler.sequence import Sequence
 from octavo.server.errors import ApiError, ClientGone
@@ -82,7 +81,7 @@ async def test_who_is_shed(streamed: bool) -> None:
         runs.transport.abort()
         await until(lambda: engine.stats().running == 0)
 
-    await nothing_is_left(ask, max_num_seqs=1, pause=0.02, policy=PolicyConfig(max_queue_time=0.2))
+    await nothing_is_left(ask, max_num_seqs=1, pause=0.02, max_queue_time=0.2)
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -23,7 +23,6 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import VirtualClock
 from octavo.engine.stats import EngineStats
 from octavo.executor.base import Batch, StepResult
-from octavo.scheduler.policies.config import PolicyConfig
 from octavo.scheduler.request import FinishReason, LatencyTarget, Outcome, RequestRecord
 from octavo.server.api_keys import ApiKey
 from octavo.server.logs import JsonFormatter
@@ -297,8 +296,7 @@ async def test_an_idle_server_takes_whom_it_predicts_no_good_for() -> None:
 
 
 async def test_who_would_wait_too_long_is_refused_and_who_does_is_shed() -> None:
-    policy = PolicyConfig(max_queue_time=0.2)
-    async with serving(max_num_seqs=1, policy=policy) as (client, engine, executor):
+    async with serving(max_num_seqs=1, max_queue_time=0.2) as (client, engine, executor):
         in_its_own_time(engine, executor)
         await ask(client, max_tokens=100)
         await idle(engine)

@@ -8,7 +8,6 @@ import pytest
 from serving import listening, real_engine, started
 
 from octavo.engine.engine import Step
-from octavo.scheduler.policies.config import PolicyConfig
 from octavo.scheduler.request import FinishReason, RequestRecord
 from patience import PATIENCE, Leave, until
 
@@ -32,9 +31,7 @@ class Sees:
 
 async def test_at_the_full_limit_a_priority_request_starts_in_the_next_step() -> None:
     """Behind others that wait, too; and who gave way goes on, with the text it had begun."""
-    engine, executor = real_engine(
-        max_num_seqs=3, policy=PolicyConfig(scheduling_policy="priority")
-    )
+    engine, executor = real_engine(max_num_seqs=3, scheduling_policy="priority")
     sees = Sees()
     async with started(engine), listening(engine) as url:
         engine.observe(sees)
@@ -80,7 +77,7 @@ async def test_a_full_queue_gives_the_least_urgent_place_to_who_is_more_urgent(
         max_num_seqs=1,
         max_num_queued_reqs=2,
         hang_timeout=10 * PATIENCE,  # its step waits for all that comes meanwhile
-        policy=PolicyConfig(scheduling_policy="priority"),
+        scheduling_policy="priority",
     )
     sees = Sees()
     statuses: dict[int, list[int]] = {URGENT: [], BULK: []}

@@ -18,7 +18,7 @@ from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import FinishReason, LatencyTarget, Outcome, Request, RequestRecord
 from octavo.server.metrics import Metrics
 from octavo.server.metrics.metric_families import Families
-from octavo.server.metrics.request_metrics import REJECTIONS, RequestMetrics
+from octavo.server.metrics.request_metrics import REJECTIONS
 from octavo.server.metrics.slo_metrics import SloMetrics, class_of
 from octavo.server.streaming import MergedStream
 from paths import ROOT
@@ -91,8 +91,7 @@ def test_what_became_of_a_promise(changes: dict[str, Any], result: str | None) -
 
 
 def test_the_time_that_a_client_does_not_read_is_no_latency() -> None:
-    registry = CollectorRegistry()
-    metrics = RequestMetrics(Families(registry, "m"), 512)
+    metrics = Metrics("m", EngineStats, 512)
     gaps = MergedStream([], 1, metrics.inter_token.observe)
     for each in (record(), record(last_token=110.0, finished=110.0, pauses=1)):
         for at in (101.0, each.last_token):
@@ -100,7 +99,7 @@ def test_the_time_that_a_client_does_not_read_is_no_latency() -> None:
         metrics.on_end(each)
     labels = {"model_name": "m", "engine": "0"}
     for name in ("inter_token_latency", "request_time_per_output_token"):
-        assert registry.get_sample_value(f"octavo:{name}_seconds_count", labels) == 1
+        assert metrics.registry.get_sample_value(f"octavo:{name}_seconds_count", labels) == 1
 
 
 def test_the_last_minute() -> None:

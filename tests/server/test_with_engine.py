@@ -285,8 +285,8 @@ async def test_what_drafts_did_is_counted_and_told_on_request() -> None:
 
 async def test_predicted_step_times_are_beside_the_actual_ones() -> None:
     """Every step but the last, which has not been delivered when it is observed."""
-    engine, executor = real_engine(pause=0.002)
-    prediction = Prediction(engine.engine, executor.costs, Rates(step_overhead=0.5))
+    engine, _ = real_engine(pause=0.002)
+    prediction = Prediction(engine.engine, Rates(step_overhead=0.5))
     metrics = Metrics("tiny", engine.stats, 512)
     prediction.tell = metrics.predicting(lambda: prediction.ratio)
     engine.observe(prediction)

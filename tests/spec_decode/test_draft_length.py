@@ -75,7 +75,7 @@ def test_rows_beside_a_prompt_take_their_arithmetic_at_the_speed_of_now(slower: 
                 times.observe(400, factor * seconds(400), prompts=True)
         plain = times.predict(2)
         assert plain == pytest.approx(slower * seconds(2), rel=0.02)
-        for size, predicted in times.sizes_beside_prompts(2, 100, 108):
+        for size, predicted in times.sizes(2, 100, 108):
             assert predicted - plain == pytest.approx(slower * 3e-4 * (size - 100), rel=0.15)
         assert times.predict(400) == pytest.approx(slower * seconds(400), rel=0.15)
 

@@ -20,7 +20,7 @@ from engine.test_same_bits import Setting, draft_model_drafter, fewer_layers
 from executor import tiny
 from faults import patch
 from octavo.engine.cache_plan import plan_cache
-from octavo.engine.clock import RealClock
+from octavo.engine.clock import Clock
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.engine import Engine
 from octavo.engine.load import load_engine
@@ -100,7 +100,7 @@ def running(
         executor,
         scheduler,
         sampler,
-        RealClock(),
+        Clock(),
         vocab_size=VOCAB,
         speculator=drafter and Speculator(drafter, VOCAB, setting.num_drafts, rejection=rejection),
     )

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file, save_file
 import octavo.loader
 from executor import tiny
 from octavo.loader.base import Checkpoint, CheckpointError, WeightFormat
-from octavo.spec_decode.heads import RECURRENT, fingerprint, floats, read_heads
+from octavo.loader.dequantize import dequantize
+from octavo.spec_decode.heads import RECURRENT, fingerprint, read_heads
 from paths import ORACLE
 from spec_decode.random_heads import folder, tensors
 
@@ -41,7 +42,7 @@ def test_heads_that_were_written_are_read(checkpoint: Checkpoint, tmp_path: Path
     assert heads.num_layers == 2
     assert len(heads.weights) == 3 * 2 * 2
     for name, weight in heads.weights.items():
-        assert np.array_equal(floats(weight), expected[name].ravel())
+        assert np.array_equal(dequantize(weight), expected[name])
 
 
 def test_a_recurrent_head_that_was_written_is_read(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ def test_a_recurrent_head_that_was_written_is_read(checkpoint: Checkpoint, tmp_p
     assert heads.recurrent
     assert set(heads.weights) == {f"{name}.weight" for name in RECURRENT} | {"skip.bias"}
     for name, weight in heads.weights.items():
-        assert np.array_equal(floats(weight), expected[name].ravel())
+        assert np.array_equal(dequantize(weight), expected[name])
 
 
 def test_other_names_of_the_counts_are_read(checkpoint: Checkpoint, tmp_path: Path) -> None:

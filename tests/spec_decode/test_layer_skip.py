@@ -10,7 +10,7 @@ import pytest
 
 from executor import tiny
 from faults import patch
-from octavo.engine.clock import RealClock
+from octavo.engine.clock import Clock
 from octavo.engine.engine import Engine
 from octavo.executor.base import Batch, StepResult
 from octavo.executor.native.executor import NativeExecutor
@@ -75,7 +75,7 @@ class House:
             self.executor,
             self.scheduler,
             sampler,
-            RealClock(),
+            Clock(),
             vocab_size=config.vocab_size,
             speculator=speculator,
         )

@@ -29,7 +29,6 @@ from octavo.spec_decode.drafter import NO_DRAFT
 from octavo.spec_decode.heads import (
     RECURRENT,
     Heads,
-    floats,
     heads_folder,
     own_heads,
     read_heads,
@@ -419,10 +418,15 @@ def _reference(
         m = {name: dequantize(weights[f"medusa.{name}"]).T for name in RECURRENT}
         gate = x @ m["gate"] + e @ m["gate_token"]
         z = gate / (1 + np.exp(-gate)) * (x @ m["up"] + e @ m["up_token"])
-        x = z @ m["down"] + x @ m["skip"] + e @ m["skip_token"] + floats(heads.weights["skip.bias"])
+        x = (
+            z @ m["down"]
+            + x @ m["skip"]
+            + e @ m["skip_token"]
+            + dequantize(heads.weights["skip.bias"])
+        )
     for layer in range(heads.num_layers):
         name = f"blocks.{at}.layers.{layer}"
-        bias = floats(heads.weights[f"{name}.bias"])
+        bias = dequantize(heads.weights[f"{name}.bias"])
         inner = x @ dequantize(weights[f"medusa.{name}"]).T + bias
         x = x + inner / (1 + np.exp(-inner))
     role = "token_embd" if checkpoint.config.tied_embeddings else "output"

@@ -7,15 +7,18 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 
 from octavo.cli.values import METAVARS
-from octavo.scheduler.policies.config import POLICIES, setting_users
+from octavo.engine.config import EngineConfig, SettingsError
+from octavo.scheduler.policies.config import PolicyConfig
+from octavo.settings import infos
 from octavo.strict_json import once
 
 Model = Annotated[
@@ -163,8 +166,6 @@ def check_file(path: Path, suffix: str | None = None) -> None:
 
 def check_folder(path: Path) -> None:
     """That files can be written there, where the folder is or will be. Raises `SettingsError`."""
-    from octavo.engine.config import SettingsError
-
     path = path.absolute()
     place = next(place for place in (path, *path.parents) if os.path.lexists(place))
     if not place.is_dir():
@@ -225,8 +226,7 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
 
 # --- the engine ----------------------------------------------------------------------------------
 
-_ENGINE = "Engine"
-MOST_SEQUENCES = 1 << 20  # of a step, and users of a plan
+MOST_SEQUENCES = infos(EngineConfig)["max_num_seqs"].keywords["max"]  # and users of a plan
 
 
 def named_flags(message: str, *options: str) -> str:
@@ -254,104 +254,71 @@ def naming_flags(*options: str) -> Iterator[None]:
         raise typer.BadParameter(named_flags(str(error), *options)) from None
 
 
-# None: what EngineConfig says, shown in the help and checked by a test.
-ENGINE_OPTIONS = [
-    option(
-        "max_model_len", str | None, None,
-        "Longest prompt + output in tokens: 4096, 8k (8000), 8K (8192).", _ENGINE,
-        parser=max_model_len, metavar="TOKENS", show_default="the model's, capped to what fits",
-    ),
-    option(
-        "max_num_seqs", int | None, None, "Most sequences in a step.", _ENGINE,
-        show_default="256", min=1, max=MOST_SEQUENCES,
-    ),
-    option(
-        "max_num_batched_tokens", str | None, None, "Most tokens in a step.", _ENGINE,
-        parser=amount, metavar="TOKENS", show_default="512",
-    ),
-    option(
-        "kv_cache_memory_bytes", str | None, None, "Memory for the KV cache: 512MiB, 4GiB.",
-        _ENGINE, "--kv-cache-memory-bytes", "--kv-cache-memory",
-        parser=amount, metavar="SIZE", show_default="a share of what is free",
-    ),
-    option(
-        "memory_utilization", float | None, None,
-        "Share for the KV cache of the memory that the weights leave free, 0 to 1.", _ENGINE,
-        "--memory-utilization", "--gpu-memory-utilization", show_default="0.5",
-    ),
-    option(
-        "kv_cache_dtype", str | None, None,
-        "Numbers in the KV cache: auto (bf16), bf16, fp16, int8 (1.9 × as many), int4 (3.5 ×).",
-        _ENGINE, show_default="auto",
-    ),
-    option(
-        "quantization", str | None, None,
-        "Round a float checkpoint to 8 or 4 bits while loading: int8 or int4.", _ENGINE,
-        "--quantization", "-q", show_default="as stored",
-    ),
-    option(
-        "block_size", int | None, None, "Tokens in a KV cache block, a multiple of 16.", _ENGINE,
-        show_default="16", min=16,
-    ),
-    option(
-        "enable_prefix_caching", bool | None, None, "Reuse the KV of prompts that begin alike.",
-        _ENGINE, show_default="on",
-    ),
-    option(
-        "threads", int | None, None, "Compute threads.", _ENGINE, min=1,
-        show_default="one per core this process may use",
-    ),
-    option(
-        "speculative_config", str | None, None,
-        'Guess tokens ahead, as JSON: {"method": "suffix"} or "ngram"; the output is the same.',
-        _ENGINE, parser=json_object, metavar="JSON", show_default="none",
-    ),
-    option(
-        "isa", str | None, None,
-        "Force an instruction-set tier: generic, avx2, avx512, avx512_bf16.", _ENGINE,
-        parser=instruction_set, metavar="NAME", envvar="OCTAVO_ISA", show_default="the best here",
-    ),
-]  # fmt: skip
+# What reads the text of an option whose type does not say it.
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    each.__name__: each for each in (amount, max_model_len, json_object, instruction_set)
+}
+_KINDS = {"bool": bool, "int": int, "float": float, "Path": Path, "tuple[str, ...]": list[str]}
 
 
-# Of those that run many requests at once.
-_POLICY = "Who goes first"
-POLICY_OPTIONS = [
-    option(
-        "itl_target", float | None, None,
-        "Milliseconds from token to token: prompts go through in parts that fit.", _POLICY,
-        metavar="MS", show_default="none",
+def setting_options(
+    config: type[Any], panel: str, names: Iterable[str], *, unset: bool = False
+) -> list[inspect.Parameter]:
+    """Return the options of the settings ``names`` (octavo/settings.py). ``unset``: one that is not
+    given is None, for what the config says, which the help shows.
+    """
+    made = []
+    by_name = {each.name: each for each in fields(config)}
+    for name in names:
+        info = infos(config)[name]
+        default: Any = by_name[name].default
+        base, _, may_be_none = str(by_name[name].type).partition(" | ")
+        kind: Any = str if info.parse else _KINDS.get(base, str)
+        more = dict(info.keywords)
+        flags = info.flags
+        if info.parse:
+            more["parser"] = _PARSERS[info.parse]
+        if unset:
+            shown = ("off", "on")[default] if kind is bool else str(default)
+            more.setdefault("show_default", shown)
+            default = None
+        elif info.name.startswith("disable_"):
+            default, flags = not default, (f"--{info.name.replace('_', '-')}",)
+        elif kind == list[str]:
+            default = list(default)
+        if unset or may_be_none:
+            kind = kind | None
+        made.append(option(info.name or name, kind, default, info.help, panel, *flags, **more))
+    return made
+
+
+ENGINE_OPTIONS = setting_options(
+    EngineConfig,
+    "Engine",
+    (
+        *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"),
+        *("memory_utilization", "kv_cache_dtype", "quantization", "block_size"),
+        *("enable_prefix_caching", "threads", "speculative_config", "isa"),
     ),
-    option(
-        "scheduling_policy", str | None, None,
-        "Who goes first: "
-        + "; ".join(f"{each.name}, {each.help}" if each.help else each.name
-                    for each in POLICIES.values())
-        + ".", _POLICY, metavar="NAME", show_default=next(iter(POLICIES)),
-    ),
-    *(
-        option(
-            each.name, float | None, None, f"Under {' and '.join(users)}: {each.help}.", _POLICY,
-            metavar=each.metavar or METAVARS[float], show_default=f"{each.default:g}",
-        )
-        for each, users in setting_users().items()
-    ),
-    option(
-        "max_queue_time", float | None, None, "Seconds a request may wait; then it is refused.",
-        _POLICY, metavar="SECONDS", show_default="no limit",
-    ),
-    option(
-        "shed_late", bool | None, None,
-        "Refuse who waits and can no longer have its first token in time for its target.",
-        _POLICY, show_default="off",
-    ),
-]  # fmt: skip
+    unset=True,
+)
+# Of commands that run many requests at once.
+POLICY_OPTIONS = setting_options(
+    EngineConfig,
+    "Who goes first",
+    ("itl_target", *(each.name for each in fields(PolicyConfig))),
+    unset=True,
+)
+QUEUE_OPTIONS = setting_options(
+    EngineConfig,
+    "Engine",
+    ("max_num_queued_reqs", "max_num_queued_tokens", "max_logprobs", "seed"),
+    unset=True,
+)
 
 
 def engine_config(given: Mapping[str, Any]) -> Any:
     """`EngineConfig` with its own defaults for what was not given."""
-    from octavo.engine.config import EngineConfig
-
     return EngineConfig(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -359,8 +326,6 @@ def engine_flags(config: Any) -> list[str]:
     """The options that give this `EngineConfig`; those a plan is about are said even where they are
     the default.
     """
-    from dataclasses import fields
-
     said = ("max_num_seqs", "max_num_batched_tokens")
     flags: list[str] = []
     for field in fields(config):
@@ -428,7 +393,6 @@ def sampling_options(
 
 def sampling_params(given: Mapping[str, Any]) -> Any:
     """`SamplingParams`, checked as far as may be without the model."""
-    from octavo.engine.config import EngineConfig
     from octavo.sampling.params import SamplingParams
 
     values = dict(given)
@@ -443,9 +407,7 @@ def sampling_params(given: Mapping[str, Any]) -> Any:
 
 # --- what messages call them ---------------------------------------------------------------------
 
-_SETTINGS = {each.name for each in ENGINE_OPTIONS + POLICY_OPTIONS}
-_SETTINGS |= {"max_num_queued_reqs", "max_num_queued_tokens"}
-_SETTINGS |= {"kv_offload_memory", "kv_offload_dir", "kv_offload_disk"}
+_SETTINGS = {each.name for each in fields(EngineConfig)}
 _SAMPLED = {each.name for each in sampling_options(max_tokens=None, max_tokens_help="")}
 _SAMPLED |= {"n", "logprobs", "prompt_logprobs"}
 _OTHER_NAMES = {"log_level": "uvicorn_log_level"}

@@ -18,6 +18,7 @@ from octavo.cli.load import GOODPUT_OPTION, SIMULATED_OPTIONS, demand, samples
 from octavo.cli.options import (
     ENGINE_OPTIONS,
     POLICY_OPTIONS,
+    QUEUE_OPTIONS,
     check_file,
     engine_config,
     named_flags,
@@ -38,7 +39,6 @@ from octavo.cli.planned import (
     embedding_scheme,
     unit,
 )
-from octavo.cli.serve import QUEUE_OPTIONS
 from octavo.scheduler.policies.config import field_users
 from octavo.tools.plan.defaults import GPU, engine_defaults
 from octavo.words import plural

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 from octavo.engine import collector
@@ -20,7 +21,7 @@ from octavo.engine.stats import EngineStats
 from octavo.engine.stream import Delivery, EngineDead, Mailbox, Stream
 from octavo.engine.wait_time import WaitTimePredictor
 from octavo.scheduler.admission import Forecast
-from octavo.scheduler.request import AdmissionError, Request, RequestRecord
+from octavo.scheduler.request import AdmissionError, Outcome, Request, RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class AsyncEngine:
     def reject(self, requests: Sequence[Request], error: ValueError) -> None:
         """Count requests that are refused."""
         for request in requests:
-            self.engine.reject(self.engine.new_record(request), error)
+            self.engine.refuse(self.engine.new_record(request), error, Outcome.REJECTED)
 
     def submit(self, request: Request) -> Stream:
         """Do `check` and `submit_all` for one request."""
@@ -125,11 +126,9 @@ class AsyncEngine:
                 self.admission.enter(records, replaced)
                 self._condition.notify()
         except (ValueError, EngineDead) as error:
+            outcome = Outcome.FAILED if isinstance(error, EngineDead) else Outcome.REJECTED
             for record in records:
-                if isinstance(error, EngineDead):
-                    self.engine.refuse(record, error)
-                else:
-                    self.engine.reject(record, error)
+                self.engine.refuse(record, error, outcome)
             raise
         self._arm_watchdog()
         return streams
@@ -265,14 +264,12 @@ class AsyncEngine:
         """
         with self._condition:
             self._draining = True
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self._streams and self.alive:
-            if deadline is not None and time.monotonic() >= deadline:
-                for request_id in list(self._streams):
-                    self.abort(request_id)
-                await self._emptied(5.0)
-                return False
-            await asyncio.sleep(0.01)
+        await self._emptied(inf if timeout is None else timeout)
+        if self._streams and self.alive:
+            for request_id in list(self._streams):
+                self.abort(request_id)
+            await self._emptied(5.0)
+            return False
         return self._error is None and not self._streams
 
     async def stop(self) -> None:
@@ -311,7 +308,7 @@ class AsyncEngine:
                 never, self._inbox, self._inbox_tokens = self._inbox, deque(), 0
             for _, record in (*self._taken, *never):
                 if record.outcome is None:
-                    self.engine.refuse(record, EngineDead(str(error)))
+                    self.engine.refuse(record, EngineDead(str(error)), Outcome.FAILED)
 
     def _turn(self) -> bool:
         """Sleep until there is work, take what has arrived, run one step. Return False to end."""
@@ -338,7 +335,7 @@ class AsyncEngine:
                 self.engine.admit(request, record)
             except Exception as error:
                 logger.exception("request %r could not be queued", request.request_id)
-                self._deliver([self.engine.refuse(record, error)])
+                self._deliver([self.engine.refuse(record, error, Outcome.FAILED)])
             self._taken.popleft()
         for request_id, paused in pauses.items():
             (self.engine.pause if paused else self.engine.resume)(request_id)
@@ -358,7 +355,7 @@ class AsyncEngine:
         """Log blocks that are held by no request: a leak makes the cache smaller but no answer
         wrong. With paused requests the check takes time, for which others would wait.
         """
-        if self.engine.num_requests:
+        if self.engine.requests:
             return
         try:
             self.engine.check_integrity()

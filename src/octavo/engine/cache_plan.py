@@ -4,6 +4,7 @@ error has the arithmetic.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -89,35 +90,36 @@ def plan_cache(
         )
     wanted = min(wanted, longest_table)
 
-    def needed(length: int) -> tuple[int, int]:
-        """Return the bytes of a sequence in both caches, and those that the draft model's cache
-        takes once in addition.
-        """
-        size = peak_blocks(layout, length) * layout.block_bytes
-        if draft is None:
-            return size, 0
-        blocks, spare = _draft_blocks(draft, length)
-        return size + blocks * draft.layout.block_bytes, spare * draft.layout.block_bytes
+    draft_bytes = 0 if draft is None else draft.layout.block_bytes
 
-    fits = longest_length(wanted, lambda length: sum(needed(length)) <= budget)
+    def blocks_of(length: int) -> tuple[int, int, int]:
+        """Return the blocks of a sequence, those that it takes in the draft model's cache, and
+        those that must be free there in addition.
+        """
+        blocks = peak_blocks(layout, length)
+        if draft is None:
+            return blocks, 0, 0
+        read = min(length, draft.checkpoint.config.context_length)
+        theirs = peak_blocks(draft.layout, read)
+        return blocks, theirs, draft_model.needed_blocks(draft.layout, read) - theirs
+
+    def needed(length: int) -> int:
+        blocks, theirs, spare = blocks_of(length)
+        return blocks * layout.block_bytes + (theirs + spare) * draft_bytes
+
+    fits = longest_length(wanted, lambda length: needed(length) <= budget)
     least = max(wanted if config.max_model_len else 2, 2)
     if fits < least and (fits < 2 or config.max_model_len is not None):
-        blocks = peak_blocks(layout, least)
         raise DoesNotFit(
-            f"a sequence of {least} tokens needs {blocks} KV blocks of "
+            f"a sequence of {least} tokens needs {peak_blocks(layout, least)} KV blocks of "
             f"{as_size(layout.block_bytes)}{' and the draft model its own' if draft else ''} = "
-            f"{as_size(sum(needed(least)))}; {as_size(budget)} of KV cache hold "
+            f"{as_size(needed(least))}; {as_size(budget)} of KV cache hold "
             f"{f'{fits} tokens' if draft else budget // layout.block_bytes} ({division})"
         )
-    both, once = needed(fits)
-    num_blocks = (budget - once) * peak_blocks(layout, fits) // both
-    draft_blocks = draft_bytes = 0
-    if draft is not None:
-        blocks, spare = _draft_blocks(draft, fits)
-        draft_blocks, draft_bytes = (
-            (budget - once) * blocks // both + spare,
-            draft.layout.block_bytes,
-        )
+    blocks, theirs, spare = blocks_of(fits)
+    both = blocks * layout.block_bytes + theirs * draft_bytes
+    shared = budget - spare * draft_bytes
+    num_blocks, draft_blocks = shared * blocks // both, shared * theirs // both + spare
     return CachePlan(
         num_blocks,
         fits,
@@ -125,7 +127,7 @@ def plan_cache(
         weight_bytes,
         work,
         num_blocks // groups * layout.block_size,
-        num_blocks / peak_blocks(layout, fits),
+        num_blocks / blocks,
         draft_blocks,
     )
 
@@ -175,19 +177,6 @@ def longest_draft(config: EngineConfig, heads: Heads | None) -> int | None:
     return heads.num_heads
 
 
-def _draft_blocks(draft: DraftModel, length: int) -> tuple[int, int]:
-    """Return the blocks that a sequence takes in the draft model's cache, and those that must be
-    free in addition.
-    """
-    read = min(length, draft.checkpoint.config.context_length)
-    blocks = peak_blocks(draft.layout, read)
-    return blocks, draft_model.needed_blocks(draft.layout, read) - blocks
-
-
 def longest_length(wanted: int, fits: Callable[[int], bool]) -> int:
     """Return the longest length, up to ``wanted`` tokens, for which ``fits`` is true."""
-    low, high = 0, wanted
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect_left(range(1, wanted + 1), True, key=lambda length: not fits(length))

@@ -12,11 +12,11 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from datetime import datetime
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta
@@ -24,7 +24,7 @@ from msgspec import Meta
 from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine, Step
 from octavo.engine.load import LoadedEngine
-from octavo.executor.cost import KNEES, CostModel, Rates
+from octavo.executor.cost import KNEES, Rates
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader.base import Checkpoint, WeightFormat
 from octavo.loader.pull import cache_dir
@@ -39,7 +39,7 @@ from octavo.scheduler.request import RequestRecord
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 20  # of a stored file
-_GAIN = 0.02  # of a step, in the running figures
+_GAIN = 0.02  # of a step, in the running ratio
 _MEDIAN = 0.6745  # of the distances from the mean, in standard deviations, of a normal distribution
 # What a stored file may hold.
 Text = Annotated[str, Meta(max_length=1000, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
@@ -104,35 +104,21 @@ class CalibrationKey:
         """Return the key of a model that is not loaded, from its header."""
         if config.quantization is not None:
             checkpoint = rounded(checkpoint, config.quantization)
-        layout = config.layout_of(checkpoint.config)
-        return cls._of_weights(program(checkpoint.config), checkpoint, layout, config)
-
-    @classmethod
-    def loaded(cls, loaded: LoadedEngine) -> Self:
-        executor = loaded.engine.executor
-        compute = executor.costs.program
-        return cls._of_weights(compute, loaded.checkpoint, executor.layout, loaded.config)
-
-    @classmethod
-    def _of_weights(
-        cls, compute: Program, checkpoint: Checkpoint, layout: KvLayout, config: EngineConfig
-    ) -> Self:
+        compute = program(checkpoint.config)
         weights = {role: checkpoint.weights[role] for role in compute.weights}
         formats = {role: weight.format for role, weight in weights.items()}
         groups = {role: weight.group for role, weight in weights.items()}
-        return cls.of(compute, formats, groups, layout, config)
+        return cls.of(compute, formats, groups, config.layout_of(checkpoint.config), config)
+
+    @classmethod
+    def loaded(cls, loaded: LoadedEngine) -> Self:
+        # Its checkpoint is rounded already.
+        return cls.of_checkpoint(loaded.checkpoint, replace(loaded.config, quantization=None))
 
     @property
     def path(self) -> Path:
         digest = hashlib.sha256("\n".join(map(str, astuple(self))).encode()).hexdigest()[:16]
         return cache_dir() / "calibrations" / f"{digest}.json"
-
-
-class Slowness(NamedTuple):
-    """How many times as long a machine takes as when it was calibrated (`Rates.slowed`)."""
-
-    memory: float
-    processor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +141,6 @@ class Moment:
     date: str  # ISO 8601
     steps: Count
     others: Figure = 0.0  # share of the processor that others took meanwhile
-
-    @property
-    def slowness(self) -> Slowness:
-        return Slowness(self.memory, self.processor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +165,8 @@ class Calibration:
     @property
     def current(self) -> Rates:
         """The rates, at the speed that the machine had last."""
-        return self.rates if self.moment is None else self.rates.slowed(*self.moment.slowness)
+        moment = self.moment
+        return self.rates if moment is None else self.rates.slowed(moment.memory, moment.processor)
 
     @property
     def noise(self) -> float:
@@ -207,11 +190,6 @@ class Calibration:
     def of_engine(cls, loaded: LoadedEngine) -> Self | None:
         """Return what is stored for an engine."""
         return cls.load(CalibrationKey.loaded(loaded))
-
-    def prediction(self, loaded: LoadedEngine) -> Prediction:
-        """Return an observer that compares the engine's steps with this calibration."""
-        executor = loaded.engine.executor
-        return Prediction(loaded.engine, executor.costs, self.current)
 
     # Keeping it
 
@@ -272,45 +250,30 @@ def _read_rates(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class Prediction:
-    """Observes an engine and compares its steps with a calibration. Its figures leave out the last
-    step, because a step's time is known when it has been delivered. ``tell`` is called with each
-    step's seconds, predicted and actual.
+    """Observes an engine and compares its steps with a calibration. ``tell`` is called with each
+    step's seconds, predicted and actual, but for the last, because a step's time is known when it
+    has been delivered.
     """
 
     tell: Callable[[float, float], None] = staticmethod(lambda predicted, actual: None)
 
-    def __init__(
-        self,
-        engine: Engine,
-        costs: CostModel,
-        rates: Rates,
-    ) -> None:
-        self.predicted_seconds = 0.0
-        self.actual_seconds = 0.0
+    def __init__(self, engine: Engine, rates: Rates) -> None:
         self.ratio = 1.0  # of actual to predicted, of late
-        self.error = 0.0  # mean distance of predicted ÷ actual from 1, of late
-        self.steps = 0
-        self._engine, self._costs, self._rates = engine, costs, rates
+        self._engine, self._rates = engine, rates
+        self._steps = 0
         self._pending: float | None = None
         self._before = engine.step_seconds
 
     def on_step(self, step: Step) -> None:
-        self._settle()
-        self._pending = self._costs.seconds(step.scheduled.batch, self._rates)
-
-    def on_end(self, record: RequestRecord) -> None:
-        pass
-
-    def _settle(self) -> None:
         before = self._engine.step_seconds
         predicted, actual = self._pending, before - self._before
         self._before = before
+        self._pending = self._engine.executor.costs.seconds(step.scheduled.batch, self._rates)
         if predicted is None or actual <= 0.0:  # none before, or it failed
             return
-        self.predicted_seconds += predicted
-        self.actual_seconds += actual
-        self.steps += 1
-        gain = max(_GAIN, 1 / self.steps)
-        self.ratio += gain * (actual / predicted - self.ratio)
-        self.error += gain * (abs(predicted / actual - 1) - self.error)
+        self._steps += 1
+        self.ratio += max(_GAIN, 1 / self._steps) * (actual / predicted - self.ratio)
         self.tell(predicted, actual)
+
+    def on_end(self, record: RequestRecord) -> None:
+        pass

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 from time import monotonic, sleep
-from typing import Protocol
 
 
-class Clock(Protocol):
+class Clock:
+    """Real time."""
+
     def now(self) -> float:
         """Seconds on a monotonic scale."""
-        ...
-
-    def advance(self, seconds: float) -> None:
-        """Move virtual time by what a step took. Real time has passed by itself."""
-        ...
-
-    def sleep_until(self, time: float) -> None:
-        """Wait until then: there is nothing to do."""
-        ...
-
-
-class RealClock:
-    def now(self) -> float:
         return monotonic()
 
     def advance(self, seconds: float) -> None:
-        pass
+        """Move virtual time by what a step took. Real time has passed by itself."""
 
     def sleep_until(self, time: float) -> None:
+        """Wait until then: there is nothing to do."""
         if (seconds := time - self.now()) > 0:
             sleep(seconds)
 
 
-class VirtualClock:
+class VirtualClock(Clock):
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
 

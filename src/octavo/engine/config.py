@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from octavo.engine.offload import STAGING_BYTES
-from octavo.executor.registry import EXECUTORS
-from octavo.kv_cache.layout import KvDtype, KvLayout
-from octavo.loader.rounding import PLANNED, is_known
-from octavo.models.config import ModelConfig
-from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.config import SchedulerConfig, SchedulerSettings
 from octavo.scheduler.policies.config import PolicyConfig
-from octavo.spec_decode.config import SpeculativeConfig
+from octavo.settings import setting
+
+if TYPE_CHECKING:  # the command line reads the fields, and imports nothing heavy for them
+    from octavo.kv_cache.layout import KvLayout
+    from octavo.models.config import ModelConfig
+    from octavo.spec_decode.config import SpeculativeConfig
+
+_STAGING_BYTES = 256 << 20  # host memory that a disk is read into, unless a size is given
 
 
 class SettingsError(ValueError):
@@ -26,57 +27,57 @@ class DoesNotFit(SettingsError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig(PolicyConfig):
+class EngineConfig(SchedulerSettings):
     """Names and meanings of vLLM's flags. None: derived from the model or the machine."""
 
-    max_model_len: int | None = None  # tokens; None: the model's context, or what fits of it
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512  # a step's token budget
-    itl_target: float | None = None  # ms that a step may take in which somebody decodes
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
-    block_size: int = 16
-    kv_cache_memory_bytes: int | None = None  # wins over memory_utilization
-    memory_utilization: float = 0.5  # share of the memory available beside the weights; of GPUs,
-    # for plans, of all their memory
-    # "auto" (bf16), "bf16", "fp16", "int8" or "int4"; of GPUs, for plans, "fp8".
-    kv_cache_dtype: str = "auto"
-    enable_prefix_caching: bool = True
-    max_logprobs: int = 20
-    threads: int | None = None
-    seed: int | None = None  # of requests that bring none; None: random
-    isa: str | None = None  # force an instruction-set tier
-    executor: str = "native"  # or, for developers, one of `octavo.executor.registry.EXECUTORS`
-    # "int8" or "int4": round a float checkpoint while loading; for plans of GPUs also "fp8".
-    quantization: str | None = None
-    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None  # None: no speculation
-    kv_offload_memory: int | None = None  # bytes, for what the KV cache has no room for
-    kv_offload_dir: str | None = None  # a folder for them, which outlives the process
-    kv_offload_disk: int | None = None  # bytes of files in it; None: some of what is free
+    # fmt: off
+    block_size: int = setting(16, "Tokens in a KV cache block, a multiple of 16.", least=1, min=16)
+    kv_cache_memory_bytes: int | None = setting(  # wins over memory_utilization
+        None, "Memory for the KV cache: 512MiB, 4GiB.", least=1,
+        flags=("--kv-cache-memory-bytes", "--kv-cache-memory"), parse="amount", metavar="SIZE",
+        show_default="a share of what is free")
+    # Of GPUs, for plans, of all their memory.
+    memory_utilization: float = setting(0.5,
+        "Share for the KV cache of the memory that the weights leave free, 0 to 1.", above=0,
+        most=1, flags=("--memory-utilization", "--gpu-memory-utilization"))
+    # Of GPUs, for plans, also "fp8".
+    kv_cache_dtype: str = setting("auto",
+        "Numbers in the KV cache: auto (bf16), bf16, fp16, int8 (1.9 × as many), int4 (3.5 ×).")
+    max_logprobs: int = setting(20, "Most alternatives a request may ask for.", least=0)
+    threads: int | None = setting(None, "Compute threads.", least=1, min=1,
+        show_default="one per core this process may use")
+    seed: int | None = setting(None, "Seed of requests that bring none.", show_default="random")
+    isa: str | None = setting(None,
+        "Force an instruction-set tier: generic, avx2, avx512, avx512_bf16.",
+        parse="instruction_set", metavar="NAME", envvar="OCTAVO_ISA", show_default="the best here")
+    executor: str = setting("native", "For developers: native, reference or simulated.",
+        hidden=True)
+    # For plans of GPUs also "fp8".
+    quantization: str | None = setting(None,
+        "Round a float checkpoint to 8 or 4 bits while loading: int8 or int4.",
+        flags=("--quantization", "-q"), show_default="as stored")
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = setting(None,
+        'Guess tokens ahead, as JSON: {"method": "suffix"} or "ngram"; the output is the same.',
+        parse="json_object", metavar="JSON", show_default="none")
+    kv_offload_memory: int | None = setting(None,
+        "Host memory for blocks of the prefix cache that the KV cache has no room for: 4GiB.",
+        least=1, parse="amount", metavar="SIZE", show_default="none")
+    kv_offload_dir: str | None = setting(None,
+        "Folder for them, too: a prefix cache that outlives the server.", metavar="DIR",
+        show_default="none")
+    kv_offload_disk: int | None = setting(None, "Most bytes of files in --kv-offload-dir.", least=1,
+        parse="amount", metavar="SIZE", show_default="16GiB, or half of what is free and its own")
+    # fmt: on
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, below 1")
-        # The shortest sequence is a token of prompt and a new one.
-        for name, least in (
-            ("max_model_len", 2),
-            ("kv_cache_memory_bytes", 1),
-            ("threads", 1),
-            ("kv_offload_memory", 1),
-            ("kv_offload_disk", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}, below {least}")
-        if self.max_logprobs < 0:
-            raise ValueError(f"max_logprobs is {self.max_logprobs}, below 0")
-        if self.itl_target is not None and not 0 < self.itl_target < inf:
-            raise ValueError(f"itl_target is {self.itl_target} ms, not above 0")
+        from octavo.executor.registry import EXECUTORS
+        from octavo.kv_cache.layout import KvDtype
+        from octavo.loader.rounding import PLANNED, is_known
+        from octavo.spec_decode.config import SpeculativeConfig
+
+        PolicyConfig.__post_init__(self)  # and all bounds
         if self.block_size % 16:
             raise ValueError(f"block_size is {self.block_size}, not a multiple of 16")
-        if not 0 < self.memory_utilization <= 1:
-            raise ValueError(f"memory_utilization is {self.memory_utilization}, outside 0 to 1")
         KvDtype.of(self.kv_cache_dtype)  # refuses
         if self.executor not in EXECUTORS:
             raise ValueError(f"executor {self.executor!r} is none of {', '.join(EXECUTORS)}")
@@ -87,7 +88,6 @@ class EngineConfig(PolicyConfig):
                 "kv_offload_memory and kv_offload_dir are tiers of the prefix cache, which "
                 "enable_prefix_caching turns off"
             )
-        PolicyConfig.__post_init__(self)
         if self.quantization not in (None, *PLANNED) and not is_known(self.quantization):
             raise ValueError(
                 f"quantization {self.quantization!r} is not supported; int8 and int4 round a float "
@@ -106,18 +106,13 @@ class EngineConfig(PolicyConfig):
     def kv_offload_bytes(self) -> int:
         """Bytes of host memory for the KV cache; the disk is read through some of it."""
         if self.kv_offload_memory is None:
-            return STAGING_BYTES if self.kv_offload_dir is not None else 0
+            return _STAGING_BYTES if self.kv_offload_dir is not None else 0
         return self.kv_offload_memory
 
     @property
-    def policy(self) -> PolicyConfig:
-        names = [each.name for each in fields(PolicyConfig)]
-        return PolicyConfig(**{name: getattr(self, name) for name in names})
-
-    @property
     def speculation(self) -> SpeculativeConfig | None:
-        given = self.speculative_config
-        return None if given is None else SpeculativeConfig.of(given)
+        """`speculative_config`, as `__post_init__` has read it."""
+        return self.speculative_config  # type: ignore[return-value]
 
     def max_logits_rows(self, longest: int | None = None) -> int:
         """Return the most rows of logits in a step: one for each sequence, and drafts as they fit.
@@ -136,17 +131,10 @@ class EngineConfig(PolicyConfig):
         """Return the scheduler's limits. ``longest``: as for `max_logits_rows`. ``simulated``: the
         older ways to serve.
         """
-        shared = {
-            name: getattr(self, name)
-            for name in (
-                *("max_num_seqs", "max_num_batched_tokens", "max_branches", "policy"),
-                *("enable_prefix_caching", "max_num_queued_reqs", "max_num_queued_tokens"),
-            )
-        }
-        target = None if self.itl_target is None else self.itl_target / 1000
+        shared = {each.name: getattr(self, each.name) for each in fields(SchedulerSettings)}
         rows = self.max_logits_rows(longest)
-        own = {"max_model_len": max_model_len, "max_logits_rows": rows, "itl_target": target}
-        return SchedulerConfig(**shared | own | simulated)
+        own = {"max_model_len": max_model_len, "max_logits_rows": rows}
+        return SchedulerConfig(**shared | own | {"max_branches": self.max_branches} | simulated)
 
     @property
     def max_branches(self) -> int:
@@ -154,4 +142,6 @@ class EngineConfig(PolicyConfig):
         return 0 if self.speculation is None else self.speculation.max_branches
 
     def layout_of(self, model: ModelConfig) -> KvLayout:
+        from octavo.kv_cache.layout import KvDtype, KvLayout
+
         return KvLayout.of(model, self.block_size, KvDtype.of(self.kv_cache_dtype))

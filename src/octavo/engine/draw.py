@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from octavo.executor.base import Float32, StepResult
-from octavo.sampling.sampler import Sampled, Sampler, SamplerState, TokenLogprobs
+from octavo.sampling.sampler import Sampler, SamplerState, TokenLogprobs
 from octavo.scheduler.batching import PromptRows, Scheduled
 from octavo.spec_decode.replay import replay
 
@@ -22,49 +22,6 @@ class Drawn(NamedTuple):
     scores: dict[PromptRows, list[TokenLogprobs] | str]  # or why there are none
 
 
-class _Logits:
-    """The rows of logits of a step, of which ``size`` are held at a time."""
-
-    def __init__(self, result: StepResult, total: int) -> None:
-        self.total = total
-        sliced = result.logits is not None and result.logits_from is not None
-        self.size = max(1, len(result.logits) if sliced else total)  # type: ignore[arg-type]
-        self._first = 0
-        self._held = result.logits
-        self._from = result.logits_from
-
-    def part(self, row: int) -> tuple[int, Float32 | None]:
-        """Return the first row of the part that ``row`` is in, and the part's rows."""
-        first = row // self.size * self.size
-        if first != self._first:
-            assert self._from is not None
-            self._first, self._held = first, self._from(first)
-        return first, self._held
-
-
-class _Draws(NamedTuple):
-    """Draws to be made, in order: each has its row of logits, its state and, by rejection, the
-    guess (-1: none) and the distribution that it was drawn from.
-    """
-
-    rows: Sequence[int]
-    states: Sequence[SamplerState]
-    guesses: Sequence[int] | None = None  # None: plain draws
-    drawn_from: Sequence[Float32 | None] = ()
-
-    def take(
-        self, sampler: Sampler, logits: Float32 | None, first: int, indices: Sequence[int]
-    ) -> Sampled:
-        """Make some of the draws, with logits from row ``first`` on."""
-        rows = [self.rows[index] - first for index in indices]
-        states = [self.states[index] for index in indices]
-        if self.guesses is None:
-            return sampler.sample(logits, rows, states)
-        guesses = [self.guesses[index] for index in indices]
-        drawn_from = [self.drawn_from[index] for index in indices]
-        return sampler.verify(logits, rows, states, guesses, drawn_from)
-
-
 def draw(
     sampler: Sampler,
     scheduled: Scheduled,
@@ -75,91 +32,11 @@ def draw(
 ) -> Drawn:
     """Draw tokens for each of ``scheduled.samples``, whose ``states`` are given, and compute the
     logprobs of ``scheduled.prompt_rows``. Drafts are checked by ``rejection`` or by replay.
-    """
-    rows = scheduled.sample_rows
-    logits = _Logits(result, len(scheduled.batch.logits_rows))
-    if scheduled.drafts is None:
-        draws = _Draws(rows, states)
-        if rejection:  # its draws have random numbers of their own, drafts or not
-            draws = _Draws(rows, states, [-1] * len(rows), [None] * len(rows))
-        sampled, scores = _sample(sampler, draws, scheduled, logits)
-        runs = [[token] for token in sampled.token_ids]
-        logprobs = None if sampled.logprobs is None else [[entry] for entry in sampled.logprobs]
-        for index in sampled.errors:
-            runs[index] = []
-            if logprobs is not None:
-                logprobs[index] = []
-        return Drawn(runs, logprobs, sampled.errors, scores)
 
-    sizes = [1 + len(draft) for draft in scheduled.drafts]
-    sizes += [1] * (len(states) - len(sizes))
-    spread = [row + at for row, size in zip(rows, sizes, strict=True) for at in range(size)]
-    owners = [state for state, size in zip(states, sizes, strict=True) for _ in range(size)]
-    draws = _Draws(spread, owners)
-    if rejection:
-        draws = _Draws(spread, owners, *_guesses(scheduled, len(states)))
-    sampled, scores = _sample(sampler, draws, scheduled, logits)
-    drawn = _verified(scheduled.drafts, states, sizes, sampled, scores)
-    if scheduled.branches:
-        _follow(sampler, scheduled, states, logits, drawn, rejection)
-    return drawn
-
-
-def _guesses(scheduled: Scheduled, count: int) -> tuple[list[int], list[Float32 | None]]:
-    """Return, for each draw of ``count`` samples, the guess at it (-1 behind the last) and the
-    distribution that it was drawn from.
-    """
-    drafts = scheduled.drafts or []
-    guesses: list[int] = []
-    drawn_from: list[Float32 | None] = []
-    for draft, q in zip(drafts, scheduled.probabilities or [None] * len(drafts), strict=True):
-        guesses += [*draft, -1]
-        drawn_from += [None] * len(draft) if q is None else list(q[: len(draft)])
-        drawn_from.append(None)
-    rest = count - len(drafts)
-    return guesses + [-1] * rest, drawn_from + [None] * rest
-
-
-def _verified(
-    drafts: list[list[int]],
-    states: Sequence[SamplerState],
-    sizes: list[int],
-    sampled: Sampled,
-    scores: dict[PromptRows, list[TokenLogprobs] | str],
-) -> Drawn:
-    """Keep the draws that stand. By rejection, which ends with the first draw that is not the
-    guess, all of them do. A draw that failed behind others is tried again in the next step, where
-    it comes first.
-    """
-    runs: list[list[int]] = []
-    logprobs: list[list[TokenLogprobs | None]] = []
-    errors: dict[int, str] = {}
-    first = 0
-    for index, size in enumerate(sizes):
-        drawn = sampled.token_ids[first : first + size]
-        kept = replay(drafts[index] if index < len(drafts) else (), drawn)
-        if kept < size:
-            recorded = size - drawn.count(-1)
-            states[index].rewind(recorded - kept)
-        if kept == 0:
-            errors[index] = sampled.errors[first]
-        runs.append(drawn[:kept])
-        if sampled.logprobs is not None:
-            logprobs.append(sampled.logprobs[first : first + kept])
-        first += size
-    return Drawn(runs, None if sampled.logprobs is None else logprobs, errors, scores)
-
-
-def _follow(
-    sampler: Sampler,
-    scheduled: Scheduled,
-    states: Sequence[SamplerState],
-    logits: _Logits,
-    drawn: Drawn,
-    rejection: bool,
-) -> None:
-    """Where a run has left its draft and continues as a branch does, draw on from the branch's
-    rows: they equal those of decoding token by token, and the sampler's state is behind the run.
+    A sample draws from the rows of its draft as long as the draws are the draft's tokens. Where a
+    run has left the draft and continues as a branch does, it draws on from the branch's rows: they
+    equal those of decoding token by token, and the sampler's state is behind the run. A draw that
+    failed behind others is tried again in the next step, where it comes first.
 
     This holds whatever rule verified the draft. The token that took a rejected one's place was
     drawn from the target's distribution or, under speculative sampling, from the residual
@@ -170,109 +47,130 @@ def _follow(
     itself: this is to draw from the residual once and to follow the branch that has the token, if
     there is one. Behind it the target's own distribution counts again.
     """
-    going = [index for index in scheduled.branches if drawn.runs[index]]
-    while True:
-        # Rows come in the order of branches, so the lowest part of the logits is done first.
-        heads = {index: head for index in going if (head := _head(scheduled, drawn, index))}
-        if not heads:
-            return
-        first, held = logits.part(min(row for row, _ in heads.values()))
-        going = [index for index, (row, _) in heads.items() if row >= first + logits.size]
-        spans = {
-            index: (row - first, guesses[: first + logits.size - row - 1])
-            for index, (row, guesses) in heads.items()
-            if row < first + logits.size
-        }
-        draws = _Draws(
-            [row + at for row, guesses in spans.values() for at in range(1 + len(guesses))],
-            [states[index] for index, (_, guesses) in spans.items() for _ in (None, *guesses)],
-        )
-        if rejection:
-            certain = [each for _, guesses in spans.values() for each in (*guesses, -1)]
-            draws = _Draws(draws.rows, draws.states, certain, [None] * len(certain))
-        sampled = draws.take(sampler, held, 0, range(len(draws.rows)))
-        begin = 0
-        for index, (_, guesses) in spans.items():
-            end = begin + 1 + len(guesses)
-            tokens = sampled.token_ids[begin:end]
-            kept = replay(guesses, tokens)
-            states[index].rewind(len(tokens) - tokens.count(-1) - kept)
-            drawn.runs[index] += tokens[:kept]
-            if drawn.logprobs is not None:
-                given = sampled.logprobs
-                drawn.logprobs[index] += given[begin : begin + kept] if given else [None] * kept
-            if kept:
-                going.append(index)
-            begin = end
+    held, total = result.logits, len(scheduled.batch.logits_rows)
+    size = total if held is None or result.logits_from is None else max(1, len(held))
+    if scheduled.drafts is None and size >= total:
+        drawn = _draw_one_each(sampler, held, scheduled.sample_rows, states, rejection)
+        _score(sampler, held, 0, total, scheduled.prompt_rows, drawn)
+        return drawn
+
+    runs: list[list[int]] = [[] for _ in states]
+    logprobs: list[list[TokenLogprobs | None]] = [[] for _ in states]
+    drawn = Drawn(runs, logprobs, {}, {})
+    going = list(range(len(states)))  # samples that may draw on
+    for first in range(0, total, size):
+        if first:
+            assert result.logits_from is not None
+            held = result.logits_from(first)
+        end = first + size
+        later: list[int] = []
+        while going:
+            heads: dict[int, tuple[int, list[int]]] = {}  # number of draws, and guesses at them
+            rows: list[int] = []
+            owners: list[SamplerState] = []
+            guessed: list[int] = []
+            drawn_from: list[Float32 | None] = []
+            for index in going:
+                # Rows come in the order of branches: no run leads back to rows before these.
+                if (head := _head(scheduled, index, runs[index])) is None:
+                    continue
+                row, guesses, given = head
+                if row >= end:
+                    later.append(index)
+                    continue
+                count = min(1 + len(guesses), end - row)
+                heads[index] = count, guesses
+                rows += range(row - first, row - first + count)
+                owners += [states[index]] * count
+                if rejection:
+                    guessed += [*guesses, -1][:count]
+                    drawn_from += [*(given or [None] * len(guesses)), None][:count]
+            if not heads:
+                break
+            if rejection:
+                sampled = sampler.verify(held, rows, owners, guessed, drawn_from)
+            else:
+                sampled = sampler.sample(held, rows, owners)
+            begin, going = 0, []
+            for index, (count, guesses) in heads.items():
+                tokens = sampled.token_ids[begin : begin + count]
+                kept = replay(guesses, tokens)
+                if kept < count:
+                    states[index].rewind(count - tokens.count(-1) - kept)
+                if kept and (index in scheduled.branches or count <= len(guesses)):
+                    going.append(index)
+                if not (kept or runs[index]):
+                    drawn.errors[index] = sampled.errors[begin]
+                runs[index] += tokens[:kept]
+                found = sampled.logprobs
+                logprobs[index] += found[begin : begin + kept] if found else [None] * kept
+                begin += count
+        going = later
+        _score(sampler, held, first, end, scheduled.prompt_rows, drawn)
+    return drawn if any(map(any, logprobs)) else drawn._replace(logprobs=None)
 
 
-def _head(scheduled: Scheduled, drawn: Drawn, index: int) -> tuple[int, list[int]] | None:
-    """Return the row of logits behind a run, in a branch that begins with the run, and the guesses
-    that follow it there; None if there is no such branch.
+def _draw_one_each(
+    sampler: Sampler,
+    logits: Float32 | None,
+    rows: Sequence[int],
+    states: Sequence[SamplerState],
+    rejection: bool,
+) -> Drawn:
+    """Draw a token for each sample, the quick way: most steps have no drafts and hold all rows."""
+    if rejection:  # its draws have random numbers of their own, drafts or not
+        sampled = sampler.verify(logits, rows, states, [-1] * len(rows), [None] * len(rows))
+    else:
+        sampled = sampler.sample(logits, rows, states)
+    runs = [[token] for token in sampled.token_ids]
+    logprobs = None if sampled.logprobs is None else [[entry] for entry in sampled.logprobs]
+    for index in sampled.errors:
+        runs[index] = []
+        if logprobs is not None:
+            logprobs[index] = []
+    return Drawn(runs, logprobs, sampled.errors, {})
+
+
+def _head(
+    scheduled: Scheduled, index: int, run: list[int]
+) -> tuple[int, list[int], list[Float32 | None] | None] | None:
+    """Return the row of logits behind a sample's run, in its draft or in a branch that begins with
+    the run, the guesses that follow it there, and the distributions that these were drawn from
+    (None: not at random). None if nothing begins so.
     """
-    run = drawn.runs[index]
-    for branch in scheduled.branches[index]:
-        if branch.token_ids[: len(run)] == run:
-            return branch.row + len(run) - 1, branch.token_ids[len(run) :]
+    known, drafts = len(run), scheduled.drafts or ()
+    draft = drafts[index] if index < len(drafts) else []
+    if draft[:known] == run:
+        given = scheduled.probabilities[index] if draft and scheduled.probabilities else None
+        rows = None if given is None else [*given[known : len(draft)]]
+        return scheduled.sample_rows[index] + known, draft[known:], rows
+    for branch in scheduled.branches.get(index, ()):
+        if branch.token_ids[:known] == run:
+            return branch.row + known - 1, branch.token_ids[known:], None
     return None
-
-
-def _sample(
-    sampler: Sampler, draws: _Draws, scheduled: Scheduled, logits: _Logits
-) -> tuple[Sampled, dict[PromptRows, list[TokenLogprobs] | str]]:
-    """Make the draws; return them and the prompts' scores."""
-    rows = draws.rows
-    scores: dict[PromptRows, list[TokenLogprobs] | str] = {}
-    if logits.size >= logits.total:
-        _, held = logits.part(0)
-        sampled = draws.take(sampler, held, 0, range(len(rows)))
-        for span in scheduled.prompt_rows:
-            _score(sampler, span, 0, logits.total, held, scores)
-        return sampled, scores
-
-    token_ids = [-1] * len(rows)
-    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-    errors: dict[int, str] = {}
-    ended: set[int] = set()  # ids of states whose guess did not stand
-    for begin in range(0, logits.total, logits.size):
-        first, held = logits.part(begin)
-        end = first + logits.size
-        here = [index for index, row in enumerate(rows) if first <= row < end]
-        if ended:
-            here = [index for index in here if id(draws.states[index]) not in ended]
-        part = draws.take(sampler, held, first, here)
-        for at, index in enumerate(here):
-            token_ids[index] = part.token_ids[at]
-            if part.logprobs is not None:
-                logprobs[index] = part.logprobs[at]
-            if draws.guesses is not None and token_ids[index] != draws.guesses[index]:
-                ended.add(id(draws.states[index]))
-        errors |= {here[at]: why for at, why in part.errors.items()}
-        for span in scheduled.prompt_rows:
-            _score(sampler, span, first, end, held, scores)
-    return Sampled(token_ids, logprobs if any(logprobs) else None, errors), scores
 
 
 def _score(
     sampler: Sampler,
-    span: PromptRows,
+    logits: Float32 | None,
     first: int,
     end: int,
-    logits: Float32 | None,
-    scores: dict[PromptRows, list[TokenLogprobs] | str],
+    spans: Sequence[PromptRows],
+    drawn: Drawn,
 ) -> None:
-    """Add the logprobs of those rows of a prompt that lie in [first, end)."""
-    so_far = scores.setdefault(span, [])
-    low, high = max(first, span.row), min(end, span.row + span.size)
-    if low >= high or isinstance(so_far, str):
-        return
-    position = span.position + low - span.row
-    try:
-        so_far += sampler.prompt_logprobs(
-            logits,
-            range(low - first, high - first),
-            span.seq.token_ids[position : position + high - low],
-            span.seq.owner.params.prompt_logprobs or 0,
-        )
-    except ValueError as error:
-        scores[span] = str(error)
+    """Add the logprobs of those rows of prompts that lie in [first, end)."""
+    for span in spans:
+        so_far = drawn.scores.setdefault(span, [])
+        low, high = max(first, span.row), min(end, span.row + span.size)
+        if low >= high or isinstance(so_far, str):
+            continue
+        position = span.position + low - span.row
+        try:
+            so_far += sampler.prompt_logprobs(
+                logits,
+                range(low - first, high - first),
+                span.seq.token_ids[position : position + high - low],
+                span.seq.owner.params.prompt_logprobs or 0,
+            )
+        except ValueError as error:
+            drawn.scores[span] = str(error)

@@ -6,7 +6,7 @@ import gc
 import logging
 import random
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from octavo.engine.clock import Clock
-from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.draw import Drawn, draw
 from octavo.engine.fault_isolation import OUTCOMES, retry_alone, rewind, start_over
 from octavo.engine.leap import Leap, foresees, leap
@@ -85,9 +84,9 @@ class Engine:
         step_times: StepTimePredictor | None = None,
     ) -> None:
         """``tokenizer``: None in simulations, whose tokens are no text. ``step_times`` must predict
-        single steps where they have a target (`SchedulerConfig.itl_target`).
+        single steps where they have a target (`SchedulerConfig.itl_target_s`).
         """
-        target = scheduler.config.itl_target
+        target = scheduler.config.itl_target_s
         self.step_times = step_times or StepTimePredictor()
         if target is not None and not self.step_times.predicts_steps:
             raise ValueError("a target for steps takes predictions of them")
@@ -101,17 +100,16 @@ class Engine:
         self.max_logprobs = max_logprobs
         self.speculator = speculator
         self.observers: list[Observer] = []
-        self.requests: dict[str, RequestRecord] = {}
+        self.requests: dict[str, RequestRecord] = {}  # admitted and not ended
         self.culprit: RequestRecord | None = None  # the one request that can make the step fail
         self.num_starts = 0  # how often the engine has started over
-        self.new_text: Callable[[SamplingParams, frozenset[int]], IncrementalDetokenizer]
-        self.new_text = partial(IncrementalDetokenizer, tokenizer)
+        self.new_output = partial(SequenceOutput, tokenizer)
         self._has_text = tokenizer is not None
         self._seeds = random.Random(seed)  # for requests that bring none
         self._undelivered: list[Delta] = []  # last deltas of requests that ended between steps
         self._ended: list[RequestRecord] = []  # since the last step
         self._logged: set[int] = set()  # ids of the observers whose failure was logged
-        self._stats = EngineStats(kv_blocks=scheduler.kv.pool.num_blocks, itl_target=target)
+        self._stats = EngineStats(kv_blocks=scheduler.kv.pool.num_blocks, itl_target_s=target)
         if scheduler.kv.connectors is not None:
             scheduler.kv.connectors.register_kv_caches(executor)
 
@@ -135,23 +133,18 @@ class Engine:
             params = replace(params, seed=self._seeds.getrandbits(63))
         request = replace(request, params=params)
         self._check_minimum(params, self.scheduler.admission.check(request))
-        # Numbers and not objects: the collector need not look at each token of waiting requests.
-        prompt = request.prompt_token_ids
-        if not (isinstance(prompt, array) and prompt.typecode == "i"):
-            self._check_token_ids(min(prompt), max(prompt))  # they may not fit into C ints
-            request.prompt_token_ids = array("i", prompt)
-        else:
-            ids = np.asarray(prompt)
-            self._check_token_ids(int(ids.min()), int(ids.max()))
-        return request
-
-    def _check_token_ids(self, *token_ids: int) -> None:
-        for token_id in token_ids:
+        ids = np.asarray(request.prompt_token_ids)  # which may not fit into C ints
+        for token_id in int(ids.min()), int(ids.max()):
             if not 0 <= token_id < self.vocab_size:
                 raise AdmissionError(
                     f"token id {token_id} in the prompt is outside 0 to {self.vocab_size - 1}",
                     "prompt",
                 )
+        # Numbers and not objects: the collector need not look at each token of waiting requests.
+        prompt = request.prompt_token_ids
+        if not (isinstance(prompt, array) and prompt.typecode == "i"):
+            request.prompt_token_ids = array("i", prompt)
+        return request
 
     def _check_minimum(self, params: SamplingParams, max_tokens: int) -> None:
         """Raise `InvalidParameter` unless min_tokens leaves a token to draw, and space for all."""
@@ -181,11 +174,9 @@ class Engine:
             request = self.check(request)
             replaced = self.scheduler.admission.find_places([record])
             self.admit(request, record)
-        except ValueError as error:
-            self.reject(record, error)
-            raise
         except Exception as error:
-            self.refuse(record, error)
+            rejected = isinstance(error, ValueError)
+            self.refuse(record, error, Outcome.REJECTED if rejected else Outcome.FAILED)
             raise
         self.scheduler.admission.enter([record], replaced)
         for other in replaced:
@@ -207,15 +198,10 @@ class Engine:
             params=request.params,
         )
 
-    def reject(self, record: RequestRecord, error: Exception) -> None:
-        """End a request that is not to be queued."""
+    def refuse(self, record: RequestRecord, error: Exception, outcome: Outcome) -> Delta:
+        """End a request that is not to be queued, or that could not be."""
         record.error = str(error)
-        self.close_record(record, Outcome.REJECTED)
-
-    def refuse(self, record: RequestRecord, error: Exception) -> Delta:
-        """End a request that passed `check` and still could not be queued."""
-        record.error = str(error)
-        self.close_record(record, Outcome.FAILED)
+        self.close_record(record, outcome)
         return Delta(record.request_id, 0, "", [], finish_reason=FinishReason.ERROR, record=record)
 
     def admit(self, request: Request, record: RequestRecord) -> None:
@@ -228,8 +214,7 @@ class Engine:
         outputs = []
         for choice in range(params.n):
             sampler = self.sampler.new_state(params, request.prompt_token_ids, ending_ids, choice)
-            outputs.append(SequenceOutput(sampler, self.new_text(params, ending_ids)))
-            outputs[-1].text.begin(request.begun)
+            outputs.append(self.new_output(params, ending_ids, sampler, request.begun))
         if params.prompt_logprobs is not None:
             outputs[0].prompt_logprobs = [None]
         self.requests[record.request_id] = record  # first: no request runs that is not known here
@@ -381,7 +366,7 @@ class Engine:
         stats.deliver_seconds += ended - now
         stats.add_steps(len(scheduled.decodes), scheduled.batch.num_tokens, (ended - started,))
         if step_times is not None:
-            if scheduled.chunks and stats.itl_target is not None:
+            if scheduled.chunks and stats.itl_target_s is not None:
                 predicted = step_times.predict(scheduled.batch)
                 stats.add_paced(ended - began, predicted, step_times.spread)
             idle = None if self.has_work() else clock.now()
@@ -396,15 +381,12 @@ class Engine:
             if record.finish_reasons[seq.choice] is not None:
                 continue
             output: SequenceOutput = seq.output
-            reason: FinishReason | None = None
             output.in_doubt = True
             try:
-                text, count, finished, stop_reason = output.text.push(run)
+                text, count, reason, stop_reason = output.push(run)
                 num_tokens = output.num_tokens + count
-                if finished:
-                    reason = FinishReason.STOP
-                elif num_tokens >= record.max_tokens:  # type: ignore[operator]
-                    text += output.text.finish()
+                if reason is None and num_tokens >= record.max_tokens:  # type: ignore[operator]
+                    text += output.finish()
                     reason = FinishReason.LENGTH
             except Exception as error:
                 logger.exception("request %r: no text", record.request_id)
@@ -511,7 +493,7 @@ class Engine:
             return ""
         output.in_doubt = True  # until it is delivered
         try:
-            return output.text.finish()
+            return output.finish()
         except Exception:
             logger.exception("request %r: no text", seq.owner.request_id)
             return ""
@@ -559,11 +541,6 @@ class Engine:
         self.scheduler.waiting.clear()
 
     # State
-
-    @property
-    def num_requests(self) -> int:
-        """How many requests have been admitted and have not ended."""
-        return len(self.requests)
 
     @property
     def step_seconds(self) -> float:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import octavo.loader
 from octavo.engine.cache_plan import longest_draft, longest_length, plan_cache
-from octavo.engine.clock import RealClock
+from octavo.engine.clock import Clock
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.engine import Engine
 from octavo.engine.offload import check_disk, make_connectors
 from octavo.engine.step_time import StepTimePredictor, guessed
-from octavo.executor.registry import build_executor, capabilities, weight_bytes
+from octavo.executor.registry import executor_class
 from octavo.kv_cache.layout import KvDtype
 from octavo.loader import pull
 from octavo.loader.base import Checkpoint, CheckpointError
@@ -50,17 +50,6 @@ class LoadedEngine:
     draft_blocks: int = 0
     heads: Heads | None = None
 
-    @property
-    def draft_tokens(self) -> int:
-        """The longest sequence that the draft model drafts for."""
-        if self.draft is None:
-            return 0
-        layout = self.draft.layout
-        most = min(self.max_model_len, self.draft.checkpoint.config.context_length)
-        return longest_length(
-            most, lambda length: draft_model.needed_blocks(layout, length) <= self.draft_blocks
-        )
-
     def report(self) -> str:
         """Return the start report: one line per fact."""
         config, draft, tokenizer = self.config, self.draft, self.checkpoint.tokenizer
@@ -83,15 +72,22 @@ class LoadedEngine:
             "batch": f"up to {plural(config.max_num_seqs, 'sequence')} and "
             f"{plural(config.max_num_batched_tokens, 'token')} a step{target}",
             "speculation": speculation and speculation.describe(longest_draft(config, self.heads)),
-            "draft model": draft
-            and f"{len(draft.checkpoint.config.layers)} layers, weights "
-            f"{as_size(draft.weight_bytes)}; of the kv cache "
-            f"{as_size(self.draft_blocks * draft.layout.block_bytes)}, "
-            f"{plural(self.draft_blocks, 'block')}; drafts up to {self.draft_tokens} tokens of "
-            "context",
+            "draft model": draft and self._draft(draft),
             "stop tokens": ", ".join(f"{tokenizer.token_text(i)!r} ({i})" for i in stop) or "none",
         }
         return "\n".join(f"{name}: {fact}" for name, fact in facts.items() if fact)
+
+    def _draft(self, draft: DraftModel) -> str:
+        model, layout = draft.checkpoint.config, draft.layout
+        longest = longest_length(
+            min(self.max_model_len, model.context_length),
+            lambda length: draft_model.needed_blocks(layout, length) <= self.draft_blocks,
+        )
+        return (
+            f"{len(model.layers)} layers, weights {as_size(draft.weight_bytes)}; of the kv cache "
+            f"{as_size(self.draft_blocks * layout.block_bytes)}, "
+            f"{plural(self.draft_blocks, 'block')}; drafts up to {longest} tokens of context"
+        )
 
     def _offload(self) -> str | None:
         connectors = self.engine.scheduler.kv.connectors
@@ -129,7 +125,8 @@ def load_engine(
 
 def check_capabilities(config: EngineConfig, keep_hidden: bool = False) -> None:
     """Raise `SettingsError` for settings that the chosen executor cannot honour."""
-    able, dtype = capabilities(config.executor), KvDtype.of(config.kv_cache_dtype)
+    able = executor_class(config.executor).capabilities
+    dtype = KvDtype.of(config.kv_cache_dtype)
     dtype.check_served()
     if dtype not in able.kv_dtypes:
         raise SettingsError(
@@ -158,12 +155,11 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     checkpoint = octavo.loader.load(model) if isinstance(model, Path) else model
     for note in checkpoint.notes:
         log.warning("%s: %s", checkpoint.path.name, note)
-    speculation = config.speculation
+    speculation, threads = config.speculation, config.threads or usable_cpus()[0]
     drafter: Drafter | ModelDrafter | None = None
     if speculation is not None and not speculation.computes:
         drafter = speculation.drafter()  # raises, if at all, before anything large is read
     if config.quantization is not None:
-        threads = config.threads or usable_cpus()[0]
         checkpoint = rounded(checkpoint, config.quantization, threads)
     heads: Heads | None = None
     weights = dict(checkpoint.weights)
@@ -183,7 +179,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
             speculation.quantization,
             checkpoint,
             config.layout_of,
-            threads=config.threads or usable_cpus()[0],
+            threads=threads,
             executor=config.executor,
             isa=config.isa,
         )
@@ -192,13 +188,13 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         layer_skip.subset(compute, speculation.layers)  # raises if they do not exist
     layout = config.layout_of(checkpoint.config)
     source = str(checkpoint.path)
-    held = weight_bytes(config.executor, weights, compute, source, config.isa)
+    kind = executor_class(config.executor)
+    held = kind.held_bytes(weights.values(), compute, source, config.isa)
     plan = plan_cache(config, compute, layout, held, available_memory(), draft, heads)
     compute = program(checkpoint.config, plan.max_model_len)
     limits = config.limits(plan.max_model_len, longest_draft(config, heads))
     scheduler = Scheduler(limits, layout, plan.num_blocks)
-    executor = build_executor(
-        config.executor,
+    executor = kind.load(
         checkpoint,
         compute,
         layout,
@@ -211,24 +207,16 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         isa=config.isa,
         keep_hidden=keep_hidden or heads is not None,
         digest=config.kv_offload_dir is not None,
-        rates=guessed(config.threads or usable_cpus()[0]),
+        rates=guessed(threads),
     )
-    step_times: StepTimePredictor | None = None
+    step_times = StepTimePredictor()
     if config.itl_target is not None or config.kv_offload_bytes:
         step_times = StepTimePredictor(executor.costs, guessed(executor.threads), measured=False)
     sampler = executor.new_sampler(checkpoint.config.vocab_size)
     try:
         if config.kv_offload_bytes:
-            assert step_times is not None
             connectors = make_connectors(
-                executor,
-                step_times,
-                compute,
-                checkpoint.tokenizer,
-                quantization=config.quantization,
-                host_bytes=config.kv_offload_bytes,
-                folder=config.kv_offload_dir,
-                disk_bytes=config.kv_offload_disk,
+                config, executor, step_times, compute, checkpoint.tokenizer
             )
             scheduler.kv.attach(connectors)
         if speculation is not None and speculation.computes:
@@ -260,7 +248,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         executor,
         scheduler,
         sampler,
-        RealClock(),
+        Clock(),
         vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
         tokenizer=tokenizer,

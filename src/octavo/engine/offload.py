@@ -10,9 +10,8 @@ from dataclasses import fields, is_dataclass
 from hashlib import sha256
 from pathlib import Path
 from platform import machine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from octavo.engine.recompute import RecomputeCost
 from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.base import Executor
 from octavo.kv_cache.connectors.base import KvConnector
@@ -26,21 +25,19 @@ from octavo.loader.tokenizer import BpeTokenizer
 from octavo.machine.memory import as_size
 from octavo.models.program import Program
 
+if TYPE_CHECKING:
+    from octavo.engine.config import EngineConfig
+
 logger = logging.getLogger(__name__)
 
-STAGING_BYTES = 256 << 20  # host memory that a disk is read into, unless a size is given
 _MOST_DISK = 16 << 30  # bytes, unless a budget is given; and at most half of the free space
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
-class Refused(ValueError):
-    """A setting that this machine cannot fulfil."""
-
-
 def check_disk(folder: str) -> None:
-    """Raise `Refused` unless the folder exists or can be made, and can be written to."""
+    """Raise `ValueError` unless the folder exists or can be made, and can be written to."""
     if not folder:
-        raise Refused("kv_offload_dir is empty")
+        raise ValueError("kv_offload_dir is empty")
     try:
         check_folder(Path(folder))
     except OSError as error:
@@ -48,47 +45,43 @@ def check_disk(folder: str) -> None:
             raise _refused(folder, error) from None
 
 
-def _refused(folder: str, error: OSError) -> Refused:
+def _refused(folder: str, error: OSError) -> ValueError:
     reason = error.strerror or str(error)
-    return Refused(f"kv_offload_dir {folder}: may not be written: {reason}")
+    return ValueError(f"kv_offload_dir {folder}: may not be written: {reason}")
 
 
 def make_connectors(
+    config: EngineConfig,
     executor: Executor,
     step_times: StepTimePredictor,
     program: Program,
     tokenizer: Tokenizer,
-    *,
-    quantization: str | None,
-    host_bytes: int,
-    folder: str | None,
-    disk_bytes: int | None,
 ) -> ConnectorManager:
-    """Return an engine's connectors: host memory, and a disk if there is a ``folder``. Then
+    """Return an engine's connectors: host memory, and a disk if the settings have a folder. Then
     ``executor`` must have the digest of its weights. ``step_times`` learns from its steps. Raise
-    `Refused`.
+    `ValueError`.
     """
-    layout = executor.layout
+    layout, host_bytes = executor.layout, config.kv_offload_bytes
     slots = host_bytes // layout.block_bytes
     if slots < 1:
-        raise Refused(
+        raise ValueError(
             f"kv_offload_memory {host_bytes} is less than a block of {layout.block_bytes} bytes"
         )
     others: list[KvConnector] = []
     digest = b"of this process only"
-    if folder is not None:
-        digest = engine_digest(executor, program, tokenizer, quantization)
-        check_disk(folder)
-        if disk_bytes is not None and disk_bytes < layout.block_bytes:
-            raise Refused(
-                f"kv_offload_disk {disk_bytes} is less than a block of {layout.block_bytes} bytes"
+    if config.kv_offload_dir is not None:
+        digest = engine_digest(executor, program, tokenizer, config.quantization)
+        budget = config.kv_offload_disk
+        if budget is not None and budget < layout.block_bytes:
+            raise ValueError(
+                f"kv_offload_disk {budget} is less than a block of {layout.block_bytes} bytes"
             )
-        disk = _disk(folder, digest, layout.block_bytes, disk_bytes)
+        disk = _disk(config.kv_offload_dir, digest, layout.block_bytes, budget)
         others += [] if disk is None else [disk]
     cost = TransferCost(
         layout.block_bytes,
         layout.block_size / len(layout.groups),
-        RecomputeCost(step_times, executor.max_tokens).seconds,
+        lambda start, tokens: step_times.seconds_alone(start, tokens, executor.max_tokens),
         executor.max_tokens,
         time.perf_counter,
     )
@@ -97,7 +90,7 @@ def make_connectors(
 
 def _disk(folder: str, engine: bytes, block_bytes: int, budget: int | None) -> Disk | None:
     """Return the connector for ``folder``; None if the disk has no space for its folders. Raise
-    `Refused`.
+    `ValueError`.
     """
     try:
         disk = Disk(Path(folder), engine, block_bytes, budget or 0)

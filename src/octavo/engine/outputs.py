@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from codecs import utf_8_decode
+from collections import deque
+from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from octavo.engine.detokenize import IncrementalDetokenizer
+from octavo.loader.base import Tokenizer
+from octavo.sampling.params import SamplingParams
 from octavo.sampling.sampler import SamplerState
 from octavo.sampling.sampler import TokenLogprobs as TokenLogprobs
 from octavo.scheduler.request import FinishReason, RequestRecord
@@ -33,12 +37,180 @@ class Delta(NamedTuple):
     at: float = 0.0
 
 
-@dataclass(slots=True)
-class SequenceOutput:
-    """What the engine keeps of a sequence (`Sequence.output`)."""
+class StopStrings:
+    """The automaton of Aho and Corasick (1975) over stop strings: text is read once, one character
+    at a time, however many strings there are.
 
-    sampler: SamplerState
-    text: IncrementalDetokenizer
-    num_tokens: int = 0  # delivered
-    in_doubt: bool = False  # ``text`` has seen tokens that may not have been delivered
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # until the first delta takes it
+    A state is the longest end of the text read so far that begins a stop string; state 0 is the
+    empty end.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.next: list[dict[str, int]] = [{}]
+        self.depth = [0]  # length of the state's text
+        self.fallback = [0]  # the state of the longest proper end of that text
+        self.found: list[str | None] = [None]  # the longest stop string that ends there
+        self.first = frozenset(string[0] for string in strings)
+        for string in strings:
+            state = 0
+            for character in string:
+                following = self.next[state].setdefault(character, len(self.next))
+                if following == len(self.next):
+                    self.next.append({})
+                    self.depth.append(self.depth[state] + 1)
+                    self.fallback.append(0)
+                    self.found.append(None)
+                state = following
+            self.found[state] = string
+        queue = deque(self.next[0].values())
+        while queue:
+            state = queue.popleft()
+            if self.found[state] is None:
+                self.found[state] = self.found[self.fallback[state]]
+            for character, following in self.next[state].items():
+                self.fallback[following] = self.step(self.fallback[state], character)
+                queue.append(following)
+
+    def step(self, state: int, character: str) -> int:
+        while True:
+            following = self.next[state].get(character)
+            if following is not None:
+                return following
+            if state == 0:
+                return 0
+            state = self.fallback[state]
+
+
+_stop_strings = lru_cache(maxsize=16)(StopStrings)  # the n sequences of a request share one
+
+
+class SequenceOutput:
+    """What the engine keeps of a sequence (`Sequence.output`): its sampler's state, what has been
+    delivered, and the text that is not certain yet.
+
+    Joined, the text is what decoding prompt and output adds to the prompt's text: a leading space
+    stays. A character split over tokens waits for its last byte; bytes that cannot become a
+    character are U+FFFD as soon as that is certain. Text that may still become a stop string is
+    held back. Work per token does not grow with the output.
+
+    Of several stop strings, the one completed first ends the output (at the same character: the
+    longest). One completed before min_tokens does not. ``stop_token_ids`` are all ids that end the
+    output (`SamplingParams.ending_ids`); the text of such a token is part of the output only with
+    include_stop_str_in_output. Without a tokenizer (in simulations) there is no text, and only stop
+    tokens end the output.
+    """
+
+    # Thousands may wait: each is one object, of which the garbage collector finds nothing more.
+    __slots__ = (
+        "_held",
+        "_include_stop",
+        "_min_tokens",
+        "_num_pushed",
+        "_own_stop_token_ids",
+        "_partial",
+        "_shows_special",
+        "_state",
+        "_stop_token_ids",
+        "_stops",
+        "_tokenizer",
+        "in_doubt",
+        "num_tokens",
+        "prompt_logprobs",
+        "sampler",
+    )
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        stop_token_ids: Collection[int],
+        sampler: SamplerState,
+        begun: bytes = b"",
+    ) -> None:
+        """``begun``: of a character at the prompt's end, which the output completes."""
+        self.sampler = sampler
+        self.num_tokens = 0  # delivered
+        self.in_doubt = False  # tokens were pushed that may not have been delivered
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # until the first delta
+        self._tokenizer = tokenizer
+        self._shows_special = not params.skip_special_tokens
+        self._partial = begun  # of a character whose last byte has not come
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._own_stop_token_ids = params.stop_token_ids
+        self._stops = _stop_strings(tuple(params.stop)) if params.stop else None
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_pushed = 0
+        self._state = 0  # of the automaton
+        self._held = ""  # text that may become a stop string: as long as the state is deep
+
+    def push(
+        self, token_ids: Sequence[int]
+    ) -> tuple[str, int, FinishReason | None, str | int | None]:
+        """Take the sequence's next tokens. Return the text that has become certain, how many of the
+        tokens belong to the output (the one that ends it included), whether they end it, and the
+        stop string or stop token id that does (None: the model's EOS). Push nothing after the end.
+        """
+        released = ""
+        for count, token_id in enumerate(token_ids, 1):
+            self._num_pushed += 1
+            if token_id in self._stop_token_ids:
+                if self._include_stop:
+                    self._held += self._decode(token_id)
+                own = token_id in self._own_stop_token_ids
+                return (
+                    released + self.finish(),
+                    count,
+                    FinishReason.STOP,
+                    token_id if own else None,
+                )
+            if self._tokenizer is None:
+                continue
+            text = self._decode(token_id)
+            if self._stops is None:
+                released += text
+                continue
+            certain, stop = self._match(text, self._stops)
+            released += certain
+            if stop is not None:
+                return released, count, FinishReason.STOP, stop
+        return released, len(token_ids), None, None
+
+    def finish(self) -> str:
+        """Return what was held back, when the output ends for another reason than a stop string."""
+        text = self._held + utf_8_decode(self._partial, "replace", True)[0]
+        self._held, self._partial = "", b""
+        return text
+
+    def _decode(self, token_id: int) -> str:
+        """Return the characters that the token completes."""
+        if self._tokenizer is None:
+            return ""
+        if self._shows_special and self._tokenizer.is_special(token_id):
+            data = self._partial + self._tokenizer.token_text(token_id).encode()
+        else:
+            data = self._partial + self._tokenizer.token_bytes(token_id)
+        text, decoded = utf_8_decode(data, "replace", False)
+        self._partial = data[decoded:]
+        return text
+
+    def _match(self, text: str, stops: StopStrings) -> tuple[str, str | None]:
+        """Return the text now certain, and the stop string that ends the output there, if any."""
+        state = self._state
+        if state == 0 and stops.first.isdisjoint(text):
+            return text, None
+        for position, character in enumerate(text, 1):
+            state = stops.step(state, character)
+            found = stops.found[state]
+            if found is None:
+                continue
+            if self._num_pushed >= self._min_tokens:
+                ended = self._held + text[:position]
+                return ended if self._include_stop else ended[: -len(found)], found
+            while not stops.next[state]:  # passed over, and the start of nothing longer
+                state = stops.fallback[state]
+        self._state = state
+        text = self._held + text
+        certain = len(text) - stops.depth[state]
+        self._held = text[certain:]
+        return text[:certain], None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from octavo.loader.base import Checkpoint, CheckpointError
 from octavo.loader.files import json_object, read_file
@@ -38,31 +38,14 @@ _NO_SAMPLING = frozenset(
 VLLM = "vllm"  # instead of a folder: nothing but a request's own values and vLLM's defaults
 
 
-class SamplingDefaults(NamedTuple):
-    """``values`` are fields of `SamplingParams`; ``ignored`` names what is not supported."""
-
-    values: dict[str, Any]
-    source: str
-    ignored: tuple[str, ...]
-
-    def report(self) -> str:
-        """Return a line for the log; "" if there is nothing to say."""
-        parts = []
-        if self.values:
-            given = ", ".join(f"{name} {value:g}" for name, value in self.values.items())
-            parts.append(f"{given} where a request says nothing")
-        if self.ignored:
-            parts.append(f"not supported and not applied: {', '.join(self.ignored)}")
-        if not parts:
-            return ""
-        return f"sampling defaults: {'; '.join(parts)} ({self.source})"
-
-
 def sampling_defaults(
     checkpoint: Checkpoint, setting: str = "auto", override: Mapping[str, Any] | None = None
-) -> SamplingDefaults:
-    """Return the defaults from the model's own files (``setting`` "auto"), from nowhere ("vllm"),
-    or from a folder's ``generation_config.json``. ``override`` replaces single values. Raise
+) -> tuple[dict[str, Any], str]:
+    """Return the defaults, which are fields of `SamplingParams`, and a line for the log that also
+    names what is not supported; "" if there is nothing to say.
+
+    They are from the model's own files (``setting`` "auto"), from nowhere ("vllm"), or from a
+    folder's ``generation_config.json``. ``override`` replaces single values. Raise
     `CheckpointError` for values that cannot be used.
     """
     source, given = checkpoint.path.name, checkpoint.generation_config
@@ -84,5 +67,10 @@ def sampling_defaults(
     except InvalidParameter as error:
         hint = "" if setting == VLLM else f" (--generation-config {VLLM} leaves the file out)"
         raise CheckpointError(f"{source}: {error}{hint}") from None
-    ignored = sorted(given.keys() - _NAMES.keys() - _NO_SAMPLING)
-    return SamplingDefaults(values, source, tuple(ignored))
+    told = []
+    if values:
+        defaults = ", ".join(f"{name} {value:g}" for name, value in values.items())
+        told.append(f"{defaults} where a request says nothing")
+    if ignored := sorted(given.keys() - _NAMES.keys() - _NO_SAMPLING):
+        told.append(f"not supported and not applied: {', '.join(ignored)}")
+    return values, f"sampling defaults: {'; '.join(told)} ({source})" if told else ""

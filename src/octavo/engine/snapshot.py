@@ -105,7 +105,7 @@ def snapshot(engine: Engine, limit: int) -> EngineSnapshot:
             waste=stats.kv_waste,
         ),
         requests=listed,
-        unlisted=engine.num_requests - len(listed),
+        unlisted=len(engine.requests) - len(listed),
     )
 
 
@@ -149,7 +149,7 @@ def _request(engine: Engine, record: RequestRecord, now: float) -> RequestSnapsh
         age=now - record.arrival,
         queue_time=_since(record.arrival, record.scheduled),
         ttft=_since(record.arrival, record.first_token),
-        tokens_per_second=_rate(record),
+        tokens_per_second=record.n / record.tpot if record.tpot > 0 else None,
         preemptions=record.preemptions,
         on_target=None if stands is None else stands != "missed",
     )
@@ -157,11 +157,3 @@ def _request(engine: Engine, record: RequestRecord, now: float) -> RequestSnapsh
 
 def _since(start: float, end: float | None) -> float | None:
     return None if end is None else end - start
-
-
-def _rate(record: RequestRecord) -> float | None:
-    following = record.completion_tokens - record.n  # the first of each came with the prompt
-    if record.first_token is None or record.last_token is None or following <= 0:
-        return None
-    seconds = record.last_token - record.first_token
-    return following / seconds if seconds > 0 else None

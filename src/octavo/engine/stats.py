@@ -44,7 +44,7 @@ class EngineStats:
     sample_seconds: float = 0.0  # drawing tokens from logits
     deliver_seconds: float = 0.0  # committing them and turning them into text
     decode_steps: int = 0  # in which a sequence decoded
-    itl_target: float | None = None  # seconds that each of these steps may take
+    itl_target_s: float | None = None  # seconds that each of these steps may take
     late_steps: int = 0  # those that took longer
     paced_steps: int = 0  # with prompts, sized by the time that they were predicted to take
     paced_seconds: float = 0.0  # that they took, without block copies before them
@@ -76,8 +76,8 @@ class EngineStats:
             self.step_seconds += each
         if decodes:
             self.decode_steps += steps
-            if self.itl_target is not None:
-                self.late_steps += sum(each > self.itl_target for each in seconds)
+            if self.itl_target_s is not None:
+                self.late_steps += sum(each > self.itl_target_s for each in seconds)
 
     def add_paced(self, seconds: float, predicted: float, spread: float) -> None:
         """Add a step with prompts that was sized by the time it was ``predicted`` to take. Neither

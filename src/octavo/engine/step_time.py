@@ -14,7 +14,7 @@ It offers mean, best and late rates, each for those who need it:
   fitted seconds dropped up to three times as many requests that could still have met theirs.
 - one step, exactly (`begin`, `add`, `seconds`, `predict`): the cost model's seconds, corrected. The
   scheduler sizes steps by it so that they end in time (scheduler/token_budget.py), and connectors
-  compare it with loading blocks (engine/recompute.py). Only the cost model knows what positions and
+  compare it with loading blocks (`seconds_alone`). Only the cost model knows what positions and
   rows of logits cost; its corrections take some 50 µs a step, so they are learned only in an engine
   that asks for this output.
 - late (`margin`): which share of a time steps are to take by prediction so that most keep it.
@@ -36,6 +36,7 @@ how far its next prediction may be off.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import exp, inf, log, sqrt
 
 import numpy as np
@@ -104,12 +105,13 @@ class StepTimePredictor(PromptRates):
         self._learns = learns and costs is not None
         self._last: tuple[Batch, float] | None = None  # a step that is not learned yet
         self._alike = 0  # steps since the last that was
-        self.learned = 0  # counts changes of the corrections
+        # The last question to `seconds_alone`, which is asked for every block that is overwritten
+        self._alone: tuple[tuple[int, int, int], float] | None = None
         if costs is not None and rates is not None:
             self._costs = costs
             self._size = StepSize(0, 0, 0, ())
             self._sized: tuple[Batch | None, StepSize] = None, self._size
-            self._begin_from(rates, _MEASURED if measured else _GUESSED, noise)
+            self.calibrate(rates, noise, _MEASURED if measured else _GUESSED)
 
     # The mean of all steps
 
@@ -163,6 +165,22 @@ class StepTimePredictor(PromptRates):
         """Return the seconds of a step, without block copies."""
         return self._total(self._size_of(batch))
 
+    def seconds_alone(self, start: int, tokens: int, most: int) -> float:
+        """Return the seconds for ``tokens`` of a prompt from position ``start`` on, in steps of
+        their own of up to ``most`` tokens, times the margin of error: nothing is to be loaded that
+        would be computed in less time.
+        """
+        asked = start, tokens, most
+        if self._alone is None or self._alone[0] != asked:
+            nothing = self._costs.decode_size(np.empty(0, np.int32))
+            end = start + tokens
+            total = sum(
+                self._total(self._costs.with_span(nothing, first, min(most, end - first), 0))
+                for first in range(start, end, most)
+            )
+            self._alone = asked, total * self.margin
+        return self._alone[1]
+
     @property
     def spread(self) -> float:
         """Standard deviation of actual ÷ predicted seconds of a step with prompts."""
@@ -177,7 +195,7 @@ class StepTimePredictor(PromptRates):
         costs = self._costs
         return (
             costs.dense_seconds(size, self._now)
-            + self._attending * costs.attention_seconds(size, self._rates)
+            + self._attending * costs.attention_seconds(size.attention, self._rates)
             + self._overhead * self._rates.overhead(size.tokens, size.rows, size.chunks)
         )
 
@@ -188,16 +206,16 @@ class StepTimePredictor(PromptRates):
 
     # Learning the corrections
 
-    def calibrate(self, rates: Rates, noise: float | None = None) -> None:
-        """Begin anew from measured rates."""
-        if self.predicts_steps:
-            self._begin_from(rates, _MEASURED, noise)
-
-    def _begin_from(
-        self, rates: Rates, prior: tuple[float, float, float], noise: float | None
+    def calibrate(
+        self,
+        rates: Rates,
+        noise: float | None = None,
+        prior: tuple[float, float, float] = _MEASURED,
     ) -> None:
+        """Begin anew from rates, which are measured unless ``prior`` says otherwise."""
+        if not self.predicts_steps:
+            return
         common, own, own_noise = prior
-        self.learned += 1
         self._rates = rates
         self._noise = own_noise if noise is None else max(_LEAST_NOISE, noise)
         if not self._learns:
@@ -209,9 +227,13 @@ class StepTimePredictor(PromptRates):
             [common**2 + own**2 * (row == column) for column in range(4)] for row in range(4)
         ]
         self._shares = _USUAL  # of a step with prompts
-        self._slowed: dict[tuple[int, int], Rates] = {(0, 0): rates}
+        # The rates corrected by so many steps of the grid, for reading and for computing
+        self._at = lru_cache(maxsize=1000)(
+            lambda reading, computing: rates.slowed(exp(reading * _GRID), exp(computing * _GRID))
+        )
         self._now = rates  # corrected, all but attention and overhead
         self._attending = self._overhead = 1.0
+        self._alone = None
 
     def on_batch(self, batch: Batch, started: float, ended: float | None) -> None:
         """Learn from a step that began at ``started`` (clock seconds). ``ended``: None if another
@@ -279,7 +301,7 @@ class StepTimePredictor(PromptRates):
         reading, computing, attending, overhead = self._logs
         self._now = self._at(round(reading / _GRID), round(computing / _GRID))
         self._attending, self._overhead = exp(attending), exp(overhead)
-        self.learned += 1
+        self._alone = None
 
     def _has_changed(self, missed: float) -> bool:
         """Return whether so many steps in a row have been far off to the same side that it is the
@@ -307,16 +329,6 @@ class StepTimePredictor(PromptRates):
         attending = predicted - dense - overhead
         spent = reading * of_dense, computing * of_dense, attending, overhead
         return [seconds / predicted for seconds in spent]
-
-    def _at(self, reading: int, computing: int) -> Rates:
-        """Return the rates corrected by so many steps of the grid."""
-        rates = self._slowed.get((reading, computing))
-        if rates is None:
-            if len(self._slowed) > 1000:
-                self._slowed.clear()
-            rates = self._rates.slowed(exp(reading * _GRID), exp(computing * _GRID))
-            self._slowed[reading, computing] = rates
-        return rates
 
 
 def _dot(left: Vector, right: Vector) -> float:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from octavo.engine.outputs import Delta
 from octavo.scheduler.request import RequestRecord
@@ -121,26 +121,24 @@ class Stream(AsyncIterator[Delta]):
         self._error = OutputUnread("the output was not read in time, and others need the memory")
         self._wake()
 
-    def push(self, deltas: list[Delta]) -> None:
-        """Take deltas, in their order."""
+    def push(self, arrived: Sequence[Delta | EngineDead]) -> None:
+        """Take deltas, in their order; the engine's death comes last."""
         if self._over:
             return
-        self._over = deltas[-1].record is not None
-        for delta in joined(deltas):
+        last = arrived[-1]
+        self._over = isinstance(last, EngineDead) or last.record is not None
+        for delta in joined([each for each in arrived if not isinstance(each, EngineDead)]):
             if self._error is not None:  # what `at_once` raised leaves a gap before all others
                 return
             if self.at_once is None or not self._take_at_once(delta):
                 self._arrived.append(delta)
                 self._hold(self.unsent + _size(delta))
                 self._wake()
+        if isinstance(last, EngineDead):
+            self._error = self._error or last
+            self._wake()
         while self.mailbox.unsent > _MOST_UNSENT_TOTAL:
             next(iter(self.mailbox.paused), self)._end_unread()
-
-    def fail(self, error: EngineDead) -> None:
-        if not self._over:
-            self._over = True
-            self._error = self._error or error
-            self._wake()
 
     def _take_at_once(self, delta: Delta) -> bool:
         """Offer a delta to `at_once`, if none before it is still to be consumed; return whether it
@@ -180,8 +178,8 @@ class Mailbox:
         # Guarded by the lock:
         self._posted: list[Delivery] = []
         self._called = False  # the loop will take what is posted
-        # Used on the loop only: deltas to be pushed, those that have waited longest first
-        self._due: dict[Stream, list[Delta]] = {}
+        # Used on the loop only: what is to be pushed, what has waited longest first
+        self._due: dict[Stream, list[Delta | EngineDead]] = {}
         self.unsent = 0  # bytes, about, that its streams' consumers have not taken
         self.paused: dict[Stream, None] = {}  # those paused for the longest time first
 
@@ -198,19 +196,13 @@ class Mailbox:
     def _take(self) -> None:
         with self._lock:
             posted, self._posted = self._posted, []
-        failed = []
         for stream, what in posted:
-            if isinstance(what, EngineDead):
-                failed.append((stream, what))
-            else:
-                self._due.setdefault(stream, []).append(what)
+            self._due.setdefault(stream, []).append(what)
         end = time.perf_counter() + _SLICE
         try:
-            while self._due and (failed or time.perf_counter() < end):
+            while self._due and time.perf_counter() < end:
                 stream = next(iter(self._due))
                 stream.push(self._due.pop(stream))
-            for stream, error in failed:
-                stream.fail(error)
         finally:
             with self._lock:
                 self._called = bool(self._due or self._posted)

@@ -93,12 +93,17 @@ class WaitTimePredictor:
             rounds, place = divmod(needed - 1, slots)
             end = ends[place] if place < running else expected
             steps = (end + rounds * expected) / self._run
-        others = min(slots, running + waiting)
-        wait = self._seconds(steps, others, tokens)
-        ttft = self._seconds(steps, others, tokens + (asks.prompt_tokens if asks else 0))
+        each, sequence, token = self._step_times.linear
+        of_decodes = each + sequence * min(slots, running + waiting)
+        a_step = scheduler.config.max_num_batched_tokens
+
+        def seconds(prompt_tokens: int) -> float:
+            """Return the seconds of these steps, or of as many as so many prompt tokens take."""
+            return max(steps, prompt_tokens / a_step) * of_decodes + token * prompt_tokens
+
+        wait, ttft = seconds(tokens), seconds(tokens + (asks.prompt_tokens if asks else 0))
         beside = min(slots - 1, running + waiting)
         # As many prompts are computed as answers end: their tokens are in the steps of all others.
-        each, sequence, token = self._step_times.linear
         prompts = beside * self.prompt_tokens / max(expected, 1.0)
         step = each + (beside + 1) * sequence + prompts * token
         return Forecast(
@@ -128,14 +133,6 @@ class WaitTimePredictor:
         if of_all:
             self._seen = now, running
         return running
-
-    def _seconds(self, steps: float, decoding: int, prompt_tokens: float) -> float:
-        """Return the seconds of ``steps`` steps, or of as many as it takes to compute so many
-        prompt tokens.
-        """
-        each, sequence, token = self._step_times.linear
-        needed = prompt_tokens / self._engine.scheduler.config.max_num_batched_tokens
-        return max(steps, needed) * (each + sequence * decoding) + token * prompt_tokens
 
     def _slots(self, running: int, waiting: int, tokens: int) -> int:
         """Return how many sequences run at a time: the limit, or as many as the cache holds to

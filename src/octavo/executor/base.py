@@ -6,9 +6,9 @@ Nobody asks which executor it is: what one can do is in its `Capabilities`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -156,6 +156,31 @@ class Executor(Protocol):
     weight_bytes: int  # of all programs' weights, as they are held
     digest: bytes  # of what decides the numbers: weights, numerics, tier; b"" if not asked for
 
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        program: Program,
+        layout: KvLayout,
+        **options: Unpack[LoadOptions],
+    ) -> Executor:
+        """Return an executor of a model, in memory.
+
+        Raises `CheckpointError` for weights that do not fit the program and `ValueError` for
+        settings that cannot be honoured.
+        """
+        ...
+
+    @classmethod
+    def held_bytes(
+        cls, weights: Iterable[Weight], program: Program, source: str, isa: str | None
+    ) -> int:
+        """Return the bytes that its own copy of the weights will take.
+
+        Raises `CheckpointError`, naming ``source``, for a weight that it cannot take.
+        """
+        ...
+
     def execute(self, batch: Batch, program: int = 0, rows: Float32 | None = None) -> StepResult:
         """Compute a step. ``program`` is one that was added, ``rows`` [T, width] what its `Input`
         takes. Raises `ValueError` naming what is wrong with the batch, before anything is computed.
@@ -299,13 +324,10 @@ class Executor(Protocol):
         raise Unsupported(f"the {self.capabilities.name} executor cannot {what}")
 
 
-class _Shaped(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def check_weights(program: Program, weights: Mapping[str, _Shaped], source: str) -> None:
-    """Raise `CheckpointError`, naming ``source``, for weights that do not fit the program."""
+def check_weights(program: Program, weights: Mapping[str, Any], source: str) -> None:
+    """Raise `CheckpointError`, naming ``source``, for weights whose shapes do not fit the
+    program.
+    """
     for role, shape in program.weights.items():
         each = weights.get(role)
         if each is None:

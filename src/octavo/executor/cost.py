@@ -188,17 +188,8 @@ class OpCost(NamedTuple):
         return rates.seconds(self.bytes, self.ops, self.arithmetic, self.rows)
 
 
-class StepCost(NamedTuple):
-    """What a step moves and computes, and how long that takes."""
-
-    weight_bytes: int
-    kv_bytes: int
-    ops: int
-    seconds: float
-
-
 class StepSize(NamedTuple):
-    """What a batch's seconds depend on, as `CostModel.step` counts it."""
+    """What a batch's seconds depend on, as `CostModel` counts it."""
 
     tokens: int
     rows: int  # that want logits
@@ -220,19 +211,15 @@ class _Term(NamedTuple):
     arithmetic: Arithmetic
     experts: Experts | None = None
 
-    def cost(self, tokens: int, rows: int) -> OpCost:
-        moved, ops, arithmetic, together = self.of(rows if self.selected else tokens)
-        return OpCost(moved, 0, ops, arithmetic, together)
-
-    def of(self, n: int) -> tuple[int, int, Arithmetic, int]:
-        """Return the arguments of `Rates.seconds` for ``n`` tokens, or rows that want logits."""
+    def cost(self, n: int) -> OpCost:
+        """Return the cost for ``n`` tokens, or rows that want logits."""
         fixed, together = self.fixed_bytes, n
         if n and self.experts is not None:
             hit = self.experts.expected(n)
             fixed = round(fixed * hit / self.experts.count)
             together = round(n * self.experts.chosen / hit)
         moved = fixed + n * self.row_bytes if n else 0
-        return moved, n * self.row_ops, self.arithmetic, max(together, 1)
+        return OpCost(moved, 0, n * self.row_ops, self.arithmetic, max(together, 1))
 
 
 class CostModel:
@@ -260,18 +247,17 @@ class CostModel:
         self._stored = weight_bytes or {}
         self._arithmetic = arithmetic or {}
         self._attention = attention
-        self._block_bytes = layout.block_bytes
         self._kv_token_bytes = layout.token_bytes
         # Of a key, for one query; of 8 bits, two products a number, as queries have 16.
         products = 2 if attention is Arithmetic.INT8 else 1
         self._attention_ops = 4 * config.num_heads * config.head_dim * products
-        self._terms = self._count()
+        self._terms = self._count()  # of each op; of attention its window
         self._alike = Counter(term for term in self._terms if isinstance(term, _Term))
+        self._windows = Counter(term for term in self._terms if not isinstance(term, _Term))
+        self._layers = tuple(self._windows.values())  # of each window
         # Steps are of like sizes, and so are those that are tried on the way to one.
         self._dense = lru_cache(maxsize=65536)(self._dense_seconds)
         self._each = lru_cache(maxsize=4096)(self._each_seconds)
-        self._windows = Counter(op.window for op in program.ops if isinstance(op, PagedAttention))
-        self._layers = tuple(self._windows.values())  # of each window
 
     @property
     def weight_bytes(self) -> int:
@@ -280,36 +266,43 @@ class CostModel:
 
     def by_op(self, batch: Batch) -> list[OpCost]:
         """Return the cost of each op, in the program's order; block copies belong to none."""
-        tokens, rows = batch.num_tokens, len(batch.logits_rows)
-        spans = _spans(batch)
-        attention = {window: self._attend(spans, window) for window in self._windows}
-        return [
-            term.cost(tokens, rows) if isinstance(term, _Term) else attention[term.window]
-            for term in self._terms
-        ]
+        costs = self._costs(batch)
+        return [costs[term] for term in self._terms]
 
-    def step(self, batch: Batch, rates: Rates) -> StepCost:
-        """Return the cost of a step, with the overhead of ``rates``."""
-        parts = self.parts(batch)
-        return StepCost(
-            sum(n * cost.weight_bytes for cost, n in parts),
-            sum(n * cost.kv_bytes for cost, n in parts) + self.copied_bytes(batch),
-            sum(n * cost.ops for cost, n in parts),
-            self.seconds(batch, rates),
-        )
+    def parts(self, batch: Batch) -> list[tuple[OpCost, int]]:
+        """Return the cost of each different op and how many there are of it, in the same order for
+        every batch.
+        """
+        costs = self._costs(batch)
+        return [(costs[term], n) for term, n in (*self._alike.items(), *self._windows.items())]
+
+    def _costs(self, batch: Batch) -> dict[_Term | int | None, OpCost]:
+        """Return the cost of each different op, by its entry in ``_terms``."""
+        tokens, rows, spans = batch.num_tokens, len(batch.logits_rows), _spans(batch)
+        costs: dict[_Term | int | None, OpCost] = {
+            term: term.cost(rows if term.selected else tokens) for term in self._alike
+        }
+        for window in self._windows:
+            keys, moved = self._seen(spans, window)
+            moved *= self._kv_token_bytes
+            ops = keys * self._attention_ops
+            costs[window] = OpCost(0, moved, ops, self._attention, attention=True)
+        return costs
 
     def seconds(self, batch: Batch, rates: Rates) -> float:
-        """Return the seconds of `step` alone: quick for steps of like sizes."""
+        """Return the seconds of a step, with the overhead of ``rates``: quick for steps of like
+        sizes.
+        """
         size = self.size(batch)
         return self.dense_seconds(size, rates) + (
-            self.attention_seconds(size, rates)
+            self.attention_seconds(size.attention, rates)
             + rates.overhead(size.tokens, size.rows, size.chunks)
         )
 
     def decode_seconds(self, positions: Int32, rates: Rates) -> Iterator[float]:
         """Yield, without an end, the seconds of successive steps in which each of some sequences,
-        at first at ``positions`` [sequences], decodes a token. They equal those of `step` to the
-        last digit.
+        at first at ``positions`` [sequences], decodes a token. They equal `seconds` to the last
+        digit.
         """
         sequences = len(positions)
         dense = self._dense(sequences, sequences, rates)
@@ -317,7 +310,7 @@ class CostModel:
         for seen in zip(*(_keys_seen(positions, window) for window in self._windows), strict=True):
             # Every span is one token: it reads what it sees and writes itself.
             attention = [(keys, keys + sequences) for keys in seen]
-            yield dense + (self._attending(attention, rates) + overhead)
+            yield dense + (self.attention_seconds(attention, rates) + overhead)
 
     # A step in the making
 
@@ -346,18 +339,16 @@ class CostModel:
 
     def size(self, batch: Batch) -> StepSize:
         """Return the size of a batch, without its block copies."""
-        spans = _spans(batch)
+        starts, ends = spans = _spans(batch)
+        chunks = int(np.count_nonzero(ends - starts > 1))
         seen = [self._seen(spans, window) for window in self._windows]
-        return StepSize(batch.num_tokens, len(batch.logits_rows), _chunks(spans), tuple(seen))
+        return StepSize(batch.num_tokens, len(batch.logits_rows), chunks, tuple(seen))
 
     def dense_seconds(self, size: StepSize, rates: Rates) -> float:
         """Return the seconds of all ops but attention."""
         return self._dense(size.tokens, size.rows, rates)
 
-    def attention_seconds(self, size: StepSize, rates: Rates) -> float:
-        return self._attending(size.attention, rates)
-
-    def _attending(self, attention: Iterable[tuple[int, int]], rates: Rates) -> float:
+    def attention_seconds(self, attention: Iterable[tuple[int, int]], rates: Rates) -> float:
         """Return the seconds of `StepSize.attention`."""
         total, seconds = 0.0, rates.attention_seconds
         for (keys, moved), layers in zip(attention, self._layers, strict=True):
@@ -365,17 +356,6 @@ class CostModel:
                 moved * self._kv_token_bytes, keys * self._attention_ops, self._attention
             )
         return total
-
-    def parts(self, batch: Batch) -> list[tuple[OpCost, int]]:
-        """Return the cost of each different op and how many there are of it, in the same order for
-        every batch.
-        """
-        tokens, rows = batch.num_tokens, len(batch.logits_rows)
-        spans = _spans(batch)
-        return [
-            *((term.cost(tokens, rows), n) for term, n in self._alike.items()),
-            *((self._attend(spans, window), n) for window, n in self._windows.items()),
-        ]
 
     def _dense_seconds(self, tokens: int, rows: int, rates: Rates) -> float:
         return sum((*self._each(tokens, False, rates), *self._each(rows, True, rates)))
@@ -386,23 +366,10 @@ class CostModel:
         """
         return tuple(
             [
-                count * rates.seconds(*term.of(n))
+                count * term.cost(n).seconds(rates)
                 for term, count in self._alike.items()
                 if term.selected is selected
             ]
-        )
-
-    def copied_bytes(self, batch: Batch) -> int:
-        return 2 * len(batch.copies) * self._block_bytes
-
-    def _attend(self, spans: _Spans, window: int | None) -> OpCost:
-        keys, moved = self._seen(spans, window)
-        return OpCost(
-            0,
-            moved * self._kv_token_bytes,
-            keys * self._attention_ops,
-            self._attention,
-            attention=True,
         )
 
     @staticmethod
@@ -420,14 +387,14 @@ class CostModel:
     def _size(self, role: str) -> int:
         return self._stored.get(role, 2 * self.program.elements(role))
 
-    def _count(self) -> list[_Term | PagedAttention]:
-        """Return a term for each op; attention, which depends on the context, stays an op."""
-        program, terms = self.program, list[_Term | PagedAttention]()
+    def _count(self) -> list[_Term | int | None]:
+        """Return a term for each op, or the window of attention, which depends on the context."""
+        program, terms = self.program, list[_Term | int | None]()
         attends = (i for i, op in enumerate(program.ops) if isinstance(op, PagedAttention))
         last_attention = max(attends, default=0)
         for i, op in enumerate(program.ops):
             if isinstance(op, PagedAttention):
-                terms.append(op)
+                terms.append(op.window)
                 continue
             work = op.work(program)
             assert work is not None
@@ -461,16 +428,6 @@ def _keys_seen(positions: Int32, window: int | None) -> Iterator[int]:
     if window is None:
         return count(int(ends.sum()), len(ends))
     return (int(np.minimum(ends + step, window).sum()) for step in count())
-
-
-def chunks_of(batch: Batch) -> int:
-    """Return how many spans have two tokens or more."""
-    return _chunks(_spans(batch))
-
-
-def _chunks(spans: _Spans) -> int:
-    starts, ends = spans
-    return int(np.count_nonzero(ends - starts > 1))
 
 
 def _keys_before(position: int, window: int) -> int:

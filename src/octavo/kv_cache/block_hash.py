@@ -8,6 +8,7 @@ a connector, a block is named by a digest for which nobody can find a second tex
 
 from __future__ import annotations
 
+from functools import lru_cache
 from hashlib import blake2b
 
 from octavo.kv_cache.prefix_index import Node
@@ -17,6 +18,7 @@ Key = tuple[bytes, int]  # the hash of all tokens up to the block's end, and the
 DIGEST_BYTES = 32
 
 
+@lru_cache(maxsize=1000)
 def root(engine: bytes, salt: bytes) -> bytes:
     """Return the hash of no tokens yet. ``engine`` is the digest of everything besides the tokens
     that decides what a block holds: weights, their formats, numerics, the cache's layout.
@@ -29,36 +31,18 @@ def after(parent: bytes, tokens: bytes) -> bytes:
     return _digest(parent + tokens, b"block")
 
 
-class BlockHashes:
-    """The hashes of one engine's blocks, each computed once."""
-
-    def __init__(self, engine: bytes) -> None:
-        self._engine = engine
-        self._roots: dict[bytes, bytes] = {}
-
-    def root(self, salt: bytes) -> bytes:
-        known = self._roots.get(salt)
-        if known is None:
-            if len(self._roots) > 1000:
-                self._roots.clear()
-            known = self._roots[salt] = root(self._engine, salt)
-        return known
-
-    def of(self, node: Node) -> bytes:
-        """Return the hash of all tokens up to the node's end."""
-        chain = []
-        at: Node | None = node
-        while at is not None and at.digest is None:
-            chain.append(at)
-            at = at.parent
-        for each in reversed(chain):
-            if each.parent is None:
-                each.digest = self.root(each.tokens)
-            else:
-                assert each.parent.digest is not None
-                each.digest = after(each.parent.digest, each.tokens)
-        assert node.digest is not None
-        return node.digest
+def digest_of(node: Node, engine: bytes) -> bytes:
+    """Return the hash of all tokens up to the node's end. The node keeps it."""
+    missing = []
+    at: Node | None = node
+    while at is not None and at.digest is None:
+        missing.append(at)
+        at = at.parent
+    digest = b"" if at is None or at.digest is None else at.digest
+    for each in reversed(missing):
+        digest = root(engine, each.tokens) if each.parent is None else after(digest, each.tokens)
+        each.digest = digest
+    return digest
 
 
 def _digest(content: bytes, person: bytes) -> bytes:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
+from typing import Generic, TypeVar
+
+Content = TypeVar("Content")
 
 
-class BlockPool:
+class BlockPool(Generic[Content]):
     """``num_blocks`` equal blocks with reference counts. Every operation is O(1).
 
-    A block without references is free, but its content stays usable until the block is handed out
-    again. Blocks without usable content are handed out first, then blocks that were never used
-    (whose memory has not been touched), then the least recently used.
+    ``contents`` names what each block holds, None if that is of no use to others; the owner of the
+    pool sets it. A block without references is free, but its content stays usable until the block
+    is handed out again. Blocks without usable content are handed out first, then blocks that were
+    never used (whose memory has not been touched), then the least recently used.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -18,6 +23,7 @@ class BlockPool:
             raise ValueError(f"a pool of {num_blocks} blocks cannot hold anything")
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
+        self.contents: list[Content | None] = [None] * num_blocks
         self.evictions = 0  # blocks handed out again although their content was usable
         self._empty: list[int] = []
         self._never_used = 0  # all blocks from here on
@@ -37,8 +43,8 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def allocate(self) -> int:
-        """Take the free block that is least worth keeping, with one reference. Raise `RuntimeError`
-        if no block is free; ask `num_free` before.
+        """Take the free block that is least worth keeping, with one reference and the content that
+        it still has. Raise `RuntimeError` if no block is free; ask `num_free` before.
         """
         if self._empty:
             block = self._empty.pop()
@@ -59,17 +65,30 @@ class BlockPool:
             del self._cached[block]
         self.refs[block] += 1
 
-    def release(self, block: int, *, keep: bool) -> None:
-        """Give a reference back. ``keep``: the content is cached, so hand the block out last."""
+    def release(self, block: int) -> None:
+        """Give a reference back. A block with usable content is handed out last."""
         refs = self.refs[block]
         if refs < 1:
             raise RuntimeError(f"block {block} is released more often than it was taken")
         self.refs[block] = refs - 1
         if refs == 1:
-            if keep:
-                self._cached[block] = None
-            else:
+            if self.contents[block] is None:
                 self._empty.append(block)
+            else:
+                self._cached[block] = None
+
+    def reset(self, used: Container[int]) -> None:
+        """Repair the accounts after a failure at any point: each block of ``used`` has one
+        reference, and all others are free.
+        """
+        self.refs = [int(block in used) for block in range(self.num_blocks)]
+        free = [block for block in range(self._never_used) if not self.refs[block]]
+        self._empty = [block for block in free if self.contents[block] is None]
+        self._cached = OrderedDict.fromkeys(
+            block
+            for block in [*self._cached, *free]
+            if self.contents[block] is not None and not self.refs[block]
+        )
 
     def check(self) -> None:
         """Raise `RuntimeError` unless every block is either free or referenced."""

@@ -18,7 +18,7 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from octavo.kv_cache.block_hash import BlockHashes
+from octavo.kv_cache.block_hash import Key, digest_of
 from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.connectors.manager import ConnectorManager
 from octavo.kv_cache.connectors.prefetch import Prefetch, Prefetcher
@@ -71,7 +71,7 @@ class KvCache:
     ) -> None:
         self.connectors: ConnectorManager | None = None  # the prefix cache beyond the pool
         self.events = EventQueue()
-        self._hashes = BlockHashes(b"")  # those of the connectors, once there are any
+        self._engine = b""  # what names blocks (`block_hash.root`): of connectors, if there are any
         self.layout = layout
         self.block_size = layout.block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -95,8 +95,8 @@ class KvCache:
         self.tables.fill(-1)
         self.num_tokens.fill(0)
         self.num_blocks.fill(0)
-        self.pool = BlockPool(self._num_blocks)
-        self.index = PrefixIndex(self._num_blocks, num_groups, self._hasher)
+        self.pool = BlockPool[tuple[Node, int]](self._num_blocks)
+        self.index = PrefixIndex(self.pool, num_groups, self._hasher)
         self.index.on_change = self._publish if self.events.subscribers else None
         self._prefixes = PrefixLookup(self.index, self.layout, self.connectors)
         self.copies: list[tuple[int, int]] = []
@@ -121,7 +121,7 @@ class KvCache:
         if not self.enable_prefix_caching:
             raise ValueError("the prefix cache is off, so it cannot have connectors")
         self.connectors = self._prefixes.connectors = connectors
-        self._hashes = connectors.hashes
+        self._engine = connectors.engine
         connectors.publish_to(self.events)
 
     def subscribe(self, subscriber: Subscriber) -> None:
@@ -134,13 +134,18 @@ class KvCache:
         if not self.events.subscribers:  # all have failed
             self.index.on_change = None
             return
-        key, parent = (self._hashes.of(node), group), node.parent
+        key, parent = self._key(node, group), node.parent
         if not stored:
             self.events.removed(key, DEVICE)
             return
-        above = None if parent is None or parent.parent is None else self._hashes.of(parent)
+        above = None
+        if parent is not None and parent.parent is not None:
+            above = digest_of(parent, self._engine)
         tokens = tuple(array("i", node.tokens))
         self.events.stored(key, DEVICE, above, tokens, self.block_size)
+
+    def _key(self, node: Node, group: int) -> Key:
+        return digest_of(node, self._engine), group
 
     # Sizes
 
@@ -193,10 +198,15 @@ class KvCache:
         or else when `load` is called. Return the slot.
         """
         slot = self._slots.pop()
-        count = hit.num_blocks
-        nodes = self._nodes(hit, salt) if hit.beyond else hit.nodes
+        count, nodes = hit.num_blocks, [*hit.nodes]
         if self.enable_prefix_caching:
-            tip = nodes[-1] if count else self.index.add(None, (salt or "").encode())
+            tip = nodes[-1] if nodes else self.index.add(None, (salt or "").encode())
+            for content, digest in hit.beyond:
+                tip = None if tip is None else self.index.add(tip, content)
+                if tip is None:
+                    raise RuntimeError("a prefix that was found cannot be entered into the index")
+                tip.digest = digest
+                nodes.append(tip)
             if tip is not None:  # allocating blocks for the rest must not remove it
                 self.index.pin(tip)
             self._tip[slot] = tip
@@ -217,25 +227,13 @@ class KvCache:
             self.shared_tails.add(slot)
         if self.connectors is not None:
             for _, node, group in to_load:
-                self.connectors.staging.pin((self._hashes.of(node), group))
+                self.connectors.staging.pin(self._key(node, group))
             if to_load:
                 self._to_load[slot] = to_load
                 if at_once:
                     self.load(slot, len(to_load))
             self.connectors.staging.counters.skipped_hits += hit.skipped
         return slot
-
-    def _nodes(self, hit: Hit, salt: str | None) -> list[Node]:
-        """Return the nodes of a hit with blocks that the pool does not hold, made where missing."""
-        node = self.index.add(None, (salt or "").encode())
-        nodes: list[Node] = []
-        for content, digest in hit.beyond:
-            node = None if node is None else self.index.add(node, content)
-            if node is None:
-                raise RuntimeError("a prefix that was found cannot be entered into the index")
-            node.digest = digest
-            nodes.append(node)
-        return nodes
 
     def num_to_load(self, slot: int) -> int:
         """Return how many blocks of its hit the slot waits for. It cannot continue before it has
@@ -251,7 +249,7 @@ class KvCache:
         assert connectors is not None
         for _ in range(count):
             position, node, group = to_load.popleft()
-            key, block = (self._hashes.of(node), group), node.blocks[group]
+            key, block = self._key(node, group), node.blocks[group]
             if block >= 0:
                 self.pool.share(block)
             else:
@@ -301,7 +299,7 @@ class KvCache:
             self._drop(row)
         for _, node, group in self._to_load.pop(slot, ()):
             assert self.connectors is not None
-            self.connectors.staging.unpin((self._hashes.of(node), group))
+            self.connectors.staging.unpin(self._key(node, group))
         count = int(self.num_blocks[slot])
         for group, first in enumerate(self._first):
             self._release(self.tables[group, slot, first[slot] : count][::-1])
@@ -346,9 +344,9 @@ class KvCache:
         if slot in self.shared_tails:
             self.shared_tails.discard(slot)
             for group, block in enumerate(self._tail(slot)):
-                if self._must_copy(block):
+                if self.pool.refs[block] > 1 or self.pool.contents[block] is not None:
                     # Release it first: if it is the only free block, it is handed out as it is.
-                    self.pool.release(block, keep=True)
+                    self.pool.release(block)
                     copy = self._allocate()
                     self.tables[group, slot, start // size] = copy
                     if copy != block:
@@ -488,7 +486,7 @@ class KvCache:
         first, full = self._registered[slot], int(self.num_tokens[slot]) // size
         content = tokens[first * size : full * size].tobytes()
         stride = size * tokens.itemsize
-        saves = None if self.connectors is None else self.connectors.saves
+        filled = None if self.connectors is None else self.connectors.filled
         last = tip
         for at, blocks in enumerate(self.tables[:, slot, first:full].T.tolist()):
             node = index.add(last, content[at * stride : (at + 1) * stride])
@@ -498,8 +496,8 @@ class KvCache:
             for group, block in enumerate(blocks):
                 if block >= 0:
                     index.put(node, group, block)
-                    if saves is not None:
-                        saves.queue.append((node, group, block))
+                    if filled is not None:
+                        filled.append((node, group, block))
             last = node
         else:
             self._tip[slot] = last
@@ -516,7 +514,7 @@ class KvCache:
         """Give back blocks, in this order; -1 is a block that has not been loaded."""
         for block in blocks.ravel().tolist():
             if block >= 0:
-                self.pool.release(block, keep=self.index.holds(block))
+                self.pool.release(block)
 
     def _leave_window(self, slot: int, start: int) -> None:
         """Give back the blocks that a query at ``start`` no longer sees in its window."""
@@ -552,14 +550,12 @@ class KvCache:
         blocks: list[int] = self.tables[:, slot, position].tolist()
         return blocks
 
-    def _must_copy(self, block: int) -> bool:
-        return self.pool.refs[block] > 1 or self.index.holds(block)
-
     def _allocate(self) -> int:
         block = self.pool.allocate()
-        if self.connectors is not None:
-            self.connectors.save_overwritten(block, self.index)
-        self.index.forget(block)
+        if (content := self.pool.contents[block]) is not None:
+            if self.connectors is not None:
+                self.connectors.save_overwritten(block, *content)
+            self.index.forget(block)
         return block
 
     def check(self, prefetches: Iterable[Prefetch] = ()) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from octavo.kv_cache.block_pool import BlockPool
+
 Hash = Callable[[int, bytes], int]
 
 
@@ -28,7 +30,7 @@ class Node:
         self.parent = parent
         self.tokens = tokens  # little-endian int32 ids; the salt at a root
         self.blocks = [-1] * num_groups  # -1: no block holds it for the group
-        self.digest: bytes | None = None  # `BlockHashes.of` it, once that was asked for
+        self.digest: bytes | None = None  # `block_hash.digest_of` it, once that was asked for
         # Child nodes and running sequences that continue from here, and blocks that hold it.
         self.refs = 0
 
@@ -39,15 +41,19 @@ class Node:
 
 
 class PrefixIndex:
-    """Nodes by key, and for each block the node whose content it holds. Every operation is O(1)."""
+    """Nodes by key; the pool's blocks have a node and a group as content. Every operation is
+    O(1).
+    """
 
-    def __init__(self, num_blocks: int, num_groups: int, hasher: Hash = chain_hash) -> None:
-        self.num_groups = num_groups
+    def __init__(
+        self, pool: BlockPool[tuple[Node, int]], num_groups: int, hasher: Hash = chain_hash
+    ) -> None:
+        self._contents = pool.contents
+        self._num_groups = num_groups
         self._hash = hasher
         # Called when a block begins (True) or ceases (False) to hold a node's content.
         self.on_change: Callable[[Node, int, bool], None] | None = None
         self._nodes: dict[int, Node] = {}
-        self._holder: list[tuple[Node, int] | None] = [None] * num_blocks
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -64,7 +70,7 @@ class PrefixIndex:
         key = self._hash(parent.key if parent else 0, tokens)
         node = self._nodes.get(key)
         if node is None:
-            node = self._nodes[key] = Node(key, parent, tokens, self.num_groups)
+            node = self._nodes[key] = Node(key, parent, tokens, self._num_groups)
             if parent is not None:
                 parent.refs += 1
         elif node.parent is not parent or node.tokens != tokens:
@@ -78,19 +84,11 @@ class PrefixIndex:
     def has_key(self, key: int) -> bool:
         return key in self._nodes
 
-    def holder(self, block: int) -> tuple[Node, int] | None:
-        """Return the node and group whose content the block holds."""
-        return self._holder[block]
-
     def held(self) -> Iterator[tuple[Node, int, int]]:
         """Yield (node, group, block) for every cached block."""
-        for block, holder in enumerate(self._holder):
-            if holder is not None:
-                yield *holder, block
-
-    def holds(self, block: int) -> bool:
-        """Return whether the block's content is cached, so that the block must not be written."""
-        return self._holder[block] is not None
+        for block, content in enumerate(self._contents):
+            if content is not None:
+                yield *content, block
 
     def put(self, node: Node, group: int, block: int) -> None:
         """Enter ``block`` as holding the node's content for ``group``; a block already there
@@ -99,16 +97,16 @@ class PrefixIndex:
         if node.blocks[group] < 0:
             node.blocks[group] = block
             node.refs += 1
-            self._holder[block] = node, group
+            self._contents[block] = node, group
             if self.on_change is not None:
                 self.on_change(node, group, True)
 
     def forget(self, block: int) -> None:
-        """Remove the block, which is about to be overwritten."""
-        holder = self._holder[block]
-        if holder is not None:
-            node, group = holder
-            self._holder[block] = None
+        """Remove the block, which is about to be overwritten, if it holds anything."""
+        content = self._contents[block]
+        if content is not None:
+            node, group = content
+            self._contents[block] = None
             node.blocks[group] = -1
             if self.on_change is not None:
                 self.on_change(node, group, False)
@@ -135,11 +133,11 @@ class PrefixIndex:
             for group, block in enumerate(node.blocks):
                 if block >= 0:
                     held += 1
-                    if self._holder[block] != (node, group):
+                    if self._contents[block] != (node, group):
                         raise RuntimeError(f"block {block} does not know its prefix")
             if node.refs == 0:
                 raise RuntimeError("a prefix without blocks, children or sequences is kept")
             if node.refs < children[node] + node.num_held:
                 raise RuntimeError("a prefix has more blocks and children than were counted")
-        if held != sum(holder is not None for holder in self._holder):
+        if held != sum(content is not None for content in self._contents):
             raise RuntimeError("a block names a prefix that is gone")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from octavo.kv_cache.block_hash import Key, after
+from octavo.kv_cache.block_hash import Key, after, digest_of, root
 from octavo.kv_cache.connectors.base import KvConnector
 from octavo.kv_cache.connectors.manager import ConnectorManager
 from octavo.kv_cache.connectors.prefetch import Prefetch
@@ -17,15 +17,11 @@ from octavo.kv_cache.prefix_index import Node, PrefixIndex
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A cached prefix: its nodes, and how many of its tokens are used.
-
-    If some blocks are to be loaded, ``nodes`` has only the nodes that exist, and ``beyond`` has the
-    tokens and the hash of every block.
-    """
+    """A cached prefix: the nodes that the index has of it, and how many of its tokens are used."""
 
     nodes: tuple[Node, ...]
     num_tokens: int
-    beyond: tuple[tuple[bytes, bytes], ...] = ()
+    beyond: tuple[tuple[bytes, bytes], ...] = ()  # tokens and hash of each block after the nodes
     # Blocks that the pool does not hold: position, key, and who has it.
     missing: tuple[tuple[int, Key, KvConnector], ...] = ()
     external_tokens: tuple[tuple[str, int], ...] = ()  # loaded, by connector
@@ -34,7 +30,7 @@ class Hit:
     @property
     def num_blocks(self) -> int:
         """Blocks of one group, those outside its window included."""
-        return len(self.beyond or self.nodes)
+        return len(self.nodes) + len(self.beyond)
 
 
 NO_HIT = Hit((), 0)
@@ -105,14 +101,13 @@ class PrefixLookup:
         first that has them, blocks of the connectors ``among``.
         """
         index, size = self.index, self.block_size
-        root = (salt or "").encode()
-        node = index.find(None, root)
-        hashes, key = None, 0
-        if among and self.connectors is not None:
-            hashes, key = self.connectors.hashes, index.child_key(0, root)
-            digest, keys = hashes.root(root), {key}
-        if node is None and (hashes is None or index.has_key(key)):
+        salted = (salt or "").encode()
+        node = index.find(None, salted)
+        key = index.child_key(0, salted)
+        if node is None and (not among or index.has_key(key)):
             return NO_HIT
+        digest = b"" if self.connectors is None else root(self.connectors.engine, salted)
+        keys = {key}
         last = len(tokens) - 1
         nodes: list[Node] = []
         beyond: list[tuple[bytes, bytes]] = []
@@ -124,18 +119,18 @@ class PrefixLookup:
             node = None if node is None else index.find(node, content)
             if node is not None:
                 nodes.append(node)
-            elif hashes is None:
+            elif not among:
                 break
-            if hashes is not None:
+            if among and self.connectors is not None:
                 key = index.child_key(key, content)
                 if node is not None:
-                    digest = hashes.of(node)
+                    digest = digest_of(node, self.connectors.engine)
                 elif key in keys or index.has_key(key):  # another prefix has the same key
                     break
                 else:
                     digest = after(digest, content)
+                    beyond.append((content, digest))
                 keys.add(key)
-                beyond.append((content, digest))
             position = min(start + size, last)
             usable, held = True, node is not None
             for group, window in enumerate(self._windows):
@@ -159,11 +154,13 @@ class PrefixLookup:
         if not best:
             return NO_HIT
         num_tokens = min(best * size, last)
-        if hashes is None:
-            return Hit(tuple(nodes[:best]), num_tokens)
-        first_needed = self.first_needed(num_tokens)
-        needed = (each for each in missing if first_needed[each[1][1]] <= each[0] < best)
-        return Hit(tuple(nodes[:best]), num_tokens, tuple(beyond[:best]), tuple(needed))
+        needed = self.first_needed(num_tokens)
+        return Hit(
+            tuple(nodes[:best]),
+            num_tokens,
+            tuple(beyond[: max(0, best - len(nodes))]),
+            tuple(each for each in missing if needed[each[1][1]] <= each[0] < best),
+        )
 
     def first_needed(self, position: int) -> list[int]:
         """Return, for each group, the first block that a query at ``position`` reads."""

@@ -25,7 +25,7 @@ from octavo.loader.quantized_layout import (
     sized,
     wide,
 )
-from octavo.loader.section import Section
+from octavo.models.section import Section
 
 # Outputs of the low and the high nibbles of a word's four bytes.
 _LOW, _HIGH = (0, 4, 1, 5), (2, 6, 3, 7)

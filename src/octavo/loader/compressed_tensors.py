@@ -33,7 +33,7 @@ from octavo.loader.quantized_layout import (
     wide,
     words_columns,
 )
-from octavo.loader.section import Section
+from octavo.models.section import Section
 
 PACKED = ("pack-quantized",)
 PLAIN = ("int-quantized", "naive-quantized")

@@ -21,6 +21,7 @@ from octavo.loader.tokenizer import (
     pipeline,
     sentencepiece_bytes,
 )
+from octavo.models.families import ARCHITECTURES
 
 # Token types (gguf specification, tokenizer.ggml.token_type).
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -40,6 +41,7 @@ def gguf_tokenizer(file: GgufFile, vocab_size: int) -> BpeTokenizer:
 class _Reader:
     def __init__(self, file: GgufFile, vocab_size: int) -> None:
         self.file = file
+        self.family = ARCHITECTURES[file.get("general.architecture", str)][0]
         self.vocab_size = vocab_size
         strings = file.strings("tokenizer.ggml.tokens")
         if strings is None:
@@ -93,8 +95,8 @@ class _Reader:
         )
 
     def sentencepiece(self) -> BpeTokenizer:
-        gemma = self.file.get("general.architecture", str).startswith("gemma")
-        if gemma:
+        merged = self.family.merged_spaces
+        if merged:
             # Runs of spaces are stored as spaces, but the text they meet has ▁ in their place: they
             # are reached by merging, and are no added tokens.
             runs = [i for i, t in enumerate(self.tokens) if " " in t and not t.strip(" ")]
@@ -102,8 +104,8 @@ class _Reader:
                 self.tokens[index] = SPACE * len(self.tokens[index])
                 self.types[index] = NORMAL
         merges = self.file.strings("tokenizer.ggml.merges")
-        pairs = self.derived_merges(by_position=gemma) if merges is None else _pairs(merges)
-        prefix = self.file.get("tokenizer.ggml.add_space_prefix", bool, not gemma)
+        pairs = self.derived_merges(by_position=merged) if merges is None else _pairs(merges)
+        prefix = self.file.get("tokenizer.ggml.add_space_prefix", bool, not merged)
         backend = self.backend(pairs, byte_fallback=True)
         steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
         if prefix:  # also to a space, and behind each special token
@@ -187,10 +189,10 @@ class _Reader:
 
     def added(self, token_id: int) -> AddedToken:
         token = self.tokens[token_id]
-        # Phi-3's tokens take the white space behind them along, which GGUF has no place for; this
-        # is llama.cpp's rule. (Phi-4's are of a byte-level vocabulary.)
+        # GGUF has no place for the white space that Phi-3's tokens take along; this is llama.cpp's
+        # rule. (Phi-4's are of a byte-level vocabulary.)
         takes_space = (
-            self.file.get("general.architecture", str) == "phi3"
+            self.family.greedy_tokens
             and self.file.get("tokenizer.ggml.model", str) == "llama"
             and token not in ("<unk>", "<s>", "<|endoftext|>")
         )

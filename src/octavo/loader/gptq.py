@@ -33,7 +33,7 @@ from octavo.loader.quantized_layout import (
     wide,
     words_columns,
 )
-from octavo.loader.section import Section
+from octavo.models.section import Section
 
 BITS = (3, 4, 8)
 _WHOLE_WORDS = ("gptqmodel", "auto-round")  # writers that subtract from them

@@ -27,7 +27,7 @@ from octavo.loader.hf_special_tokens import TOKENIZER_CONFIG
 from octavo.loader.hf_tokenizer import GENERATION, hf_tokenizer
 from octavo.loader.quantization_config import ModelTensors
 from octavo.models.config import ModelConfig
-from octavo.models.families import program
+from octavo.models.families import FAMILIES, program
 
 TEMPLATE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"  # a folder
@@ -36,49 +36,11 @@ MAX_TEMPLATE = 1 << 20  # bytes
 # Without the prefix "model.", which transformers takes off or puts before any name as it needs it:
 # folders of a base model have none.
 _PREFIX = "model."
-_TOP = {
-    "embed_tokens.weight": "token_embd",
-    "norm.weight": "output_norm",
-    "lm_head.weight": "output",
-}
-_LAYER = re.compile(r"layers\.(\d{1,4})\.([\w.]+)\.(weight|bias)")
-_PARTS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-# An expert's matrices: Mixtral's w1, w2 and w3, elsewhere by the names of the dense layer's.
-_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d{1,4})\.(\w+)")
-_OF_EXPERT = {
-    "w1": "ffn_gate_exps",
-    "w2": "ffn_down_exps",
-    "w3": "ffn_up_exps",
-    "gate_proj": "ffn_gate_exps",
-    "down_proj": "ffn_down_exps",
-    "up_proj": "ffn_up_exps",
-}
+_TENSOR = re.compile(r"(?:layers\.(\d{1,4})\.)?([\w.]+)\.(weight|bias)")
+_EXPERT = re.compile(r"\.experts\.(\d{1,4})\.")
 # All experts' in one tensor, as transformers 5 has them in memory.
 _STACK = re.compile(r"layers\.(\d{1,4})\.mlp\.experts\.(gate_up_proj|down_proj)")
 _STACKS = {"gate_up_proj": "ffn_gate_up_exps", "down_proj": "ffn_down_exps"}
-# Where it follows attention in truth, as its name says, and is not the feed-forward's own norm.
-_AFTER_ATTENTION = ("gemma2", "gemma3", "olmo2")
-# Matrices that are several in one, and the outputs' order.
-_FUSED = {
-    "self_attn.qkv_proj": ("attn_q", "attn_k", "attn_v"),
-    "mlp.gate_up_proj": ("ffn_gate", "ffn_up"),
-}
 # Frequencies that old files carry along; they follow from config.json.
 _COMPUTED = "rotary_emb.inv_freq"
 _FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
@@ -133,9 +95,8 @@ def _bind(tensors: ModelTensors, config: ModelConfig) -> tuple[ModelConfig, dict
             weights[role] = weight
     config = _tie(folder, config, weights, tensors.names)
     bound = bind(str(folder.path), weights, program(config).weights)
-    if config.family in ("gemma2", "gemma3"):
-        bound = {role: _plus_one(w) if role.endswith("norm") else w for role, w in bound.items()}
-    return config, bound
+    shifts = {role: shift for role in bound if (shift := FAMILIES[config.family].shift(role))}
+    return config, bound | {role: _shifted(bound[role], shift) for role, shift in shifts.items()}
 
 
 def _tie(
@@ -200,22 +161,16 @@ def _weights(
 
 def _roles(name: str, family: str) -> list[str]:
     """The roles whose rows a tensor has, one after another; its own name if it is unknown."""
-    plain = name.removeprefix(_PREFIX)
-    if plain in _TOP:
-        return [_TOP[plain]]
-    match = _LAYER.fullmatch(plain)
+    match = _TENSOR.fullmatch(name.removeprefix(_PREFIX))
     if match is None:
         return [name]
-    layer, part, kind = int(match[1]), match[2], match[3]
-    prefix, ending = f"layers.{layer}.", ".bias" if kind == "bias" else ""
-    if part == "post_attention_layernorm" and family in _AFTER_ATTENTION:
-        return [prefix + "post_attention_norm" + ending]
-    if part in _PARTS:
-        return [prefix + _PARTS[part] + ending]
-    expert = _EXPERT.fullmatch(part)
-    if expert is not None and expert[2] in _OF_EXPERT:
-        return [f"{prefix}{_OF_EXPERT[expert[2]]}.{int(expert[1])}{ending}"]
-    return [prefix + each + ending for each in _FUSED.get(part, ())] or [name]
+    prefix = "" if match[1] is None else f"layers.{int(match[1])}."
+    ending = ".bias" if match[3] == "bias" else ""
+    record, part, number = FAMILIES[family], match[2], ""
+    if expert := _EXPERT.search(part):
+        part, number = _EXPERT.sub(".experts.{}.", part, count=1), f".{int(expert[1])}"
+    parts = record.fusions.get(part, (record.roles.get(part),))
+    return [name if each is None else prefix + each + number + ending for each in parts]
 
 
 def _nothing(
@@ -255,9 +210,8 @@ def _widened(weight: Weight, values: npt.NDArray[Any]) -> npt.NDArray[np.float32
     return values.astype("<f4")
 
 
-def _plus_one(weight: Weight) -> Weight:
-    """Gemma stores its norms' weights less one."""
-    data = vector(weight).data.view("<f4") + np.float32(1.0)
+def _shifted(weight: Weight, shift: float) -> Weight:
+    data = vector(weight).data.view("<f4") + np.float32(shift)
     data.flags.writeable = False
     return weight._replace(source=data.view(np.uint8))
 

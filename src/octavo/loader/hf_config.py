@@ -8,24 +8,16 @@ keys that it passes over are passed over; those that mean something elsewhere ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
 from math import sqrt
 from typing import Any, NoReturn
 
 from octavo.loader.base import CheckpointError
-from octavo.loader.hf_defaults import (
-    FULL,
-    MAX_LAYERS,
-    SLIDING,
-    ConfigClass,
-    completed,
-    config_classes,
-)
+from octavo.loader.hf_defaults import completed
 from octavo.loader.hf_folder import CONFIG, HfFolder
-from octavo.loader.section import Section
 from octavo.models import rope as scaling
 from octavo.models.config import (
+    MAX_LAYERS,
+    UNROTATED,
     Activation,
     DynamicNtk,
     Experts,
@@ -34,6 +26,10 @@ from octavo.models.config import (
     ModelConfig,
     Rope,
 )
+from octavo.models.families import HF_TYPES
+from octavo.models.family import Key
+from octavo.models.hf_type import FULL, SLIDING, HfType
+from octavo.models.section import Section
 
 MAX_HEAD_DIM = 1024
 ORIGINAL = "original_max_position_embeddings"
@@ -46,9 +42,6 @@ ACTIVATIONS = {
     "gelu_fast": Activation.GELU_TANH,
     "gelu_accurate": Activation.GELU_TANH,
 }
-QKV = frozenset({"attn_q", "attn_k", "attn_v"})
-ATTENTION = QKV | {"attn_output"}
-FFN = frozenset({"ffn_gate", "ffn_up", "ffn_down"})
 LAYER_TYPES = {FULL: False, SLIDING: True, "attention": False}  # whether it has a window
 # Keys that every model class reads beside its own, and what they must not be.
 REFUSED: dict[str, Callable[[Any], bool]] = {
@@ -71,7 +64,7 @@ def sizes_left_out(folder: HfFolder) -> str:
     kind = kind_of(file)
     found = []
     for key, value in kind.defaults.items():
-        shown = kind.computed.get(key, str(value)).removeprefix("null: ")
+        shown = kind.computed[key].says if key in kind.computed else value
         sized = type(value) is int or (value is None and key in kind.computed)
         if sized and key not in file and not key.endswith("_token_id"):
             found.append(f"{key}: {shown} in {kind.config_class}")
@@ -81,7 +74,7 @@ def sizes_left_out(folder: HfFolder) -> str:
 def default_of(folder: HfFolder, key: str) -> Any:
     """What config.json means by leaving a key out, or None if it has it."""
     file = folder.json(CONFIG)
-    if key in file or file.get("model_type") not in _classes():
+    if key in file or file.get("model_type") not in HF_TYPES:
         return None
     return kind_of(file).defaults.get(key)
 
@@ -91,15 +84,14 @@ class _Reader:
         self.folder = folder
         file = folder.json(CONFIG)
         model_type = Section(self.fail, file).text("model_type")
-        if model_type not in FAMILIES:
+        if model_type not in HF_TYPES:
             self.fail(
-                f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}"
+                f"model_type {model_type!r} is not supported; supported are {', '.join(HF_TYPES)}"
             )
+        self.family, named = HF_TYPES[model_type]
         self.kind = kind_of(file)
-        self.family, self.specifics = FAMILIES[self.kind.model_type]
         architectures = file.get("architectures")
-        named = _classes()[model_type]
-        models = [named.causal_lm, named.base_model]
+        models = named.model_classes
         if architectures and architectures not in ([model] for model in models):
             self.fail(
                 f"architectures {architectures!r} is not supported, only {' and '.join(models)}"
@@ -137,7 +129,7 @@ class _Reader:
         self.positions = self.count("max_position_embeddings")
         self.context = self.positions  # until a rope's scaling lengthens it
         values: dict[str, Any] = {
-            "family": self.family,
+            "family": self.family.name,
             "name": self.folder.path.name,
             "vocab_size": self.count("vocab_size"),
             "hidden_size": self.hidden,
@@ -145,115 +137,72 @@ class _Reader:
             "num_kv_heads": self.count("num_key_value_heads"),
             "head_dim": self.head_dim,
             "intermediate_size": self.count("intermediate_size"),
-            "norm_eps": self.section.real("rms_norm_eps"),
+            "norm_eps": self.section.real(self.family.eps.hf),
             "activation": self.activation(),
             "attention_scale": 1.0 / sqrt(self.head_dim),
             "tied_embeddings": self.section.flag("tie_word_embeddings"),
-        } | self.specifics(self)
+            "layers": self.layers(),
+            "biases": self.biases(),
+        }
+        if self.family.embedding_root:
+            values["embedding_scale"] = sqrt(self.hidden)
+        values |= {key.field: self.number(key) for key in self.family.keys if key.hf}
+        for value, key, _, otherwise in self.family.fixed:
+            if key and self.section.flag(key) is not value:
+                self.fail(f"{key} {self.values[key]!r} {otherwise}is not supported")
+        for name in self.family.passed_over:
+            if self.values[name]:
+                self.folder.note(
+                    f"{CONFIG}: {name} is passed over, as transformers does for {self.family.title}"
+                )
         try:
-            return ModelConfig(**{"context_length": self.context} | values)
+            return ModelConfig(context_length=self.context, **values)
         except ValueError as error:
             self.fail(str(error))
 
-    # ── What a model type adds ──────────────────────────────────────────────────────────────────
-
-    def llama(self) -> dict[str, Any]:
-        return {"layers": self.same_layers(None), "biases": self.biases(ffn=True)}
-
-    def mistral(self) -> dict[str, Any]:
-        return {"layers": self.same_layers(self.window())}
-
-    def ministral(self) -> dict[str, Any]:
-        return {"layers": self.layers_of_types()}
-
-    def qwen2(self) -> dict[str, Any]:
-        return {"layers": self.layers_of_types(), "biases": QKV}
-
-    def qwen3(self) -> dict[str, Any]:
-        return {"layers": self.layers_of_types(), "biases": self.biases()}
-
-    def mixtral(self) -> dict[str, Any]:
-        experts = self.experts(self.count("intermediate_size"), renormalize=True)
-        layers = self.same_layers(self.window())
-        return {"layers": tuple(replace(layer, experts=experts) for layer in layers)}
-
-    def qwen3_moe(self) -> dict[str, Any]:
-        experts = self.experts(
-            self.count("moe_intermediate_size"), self.section.flag("norm_topk_prob")
-        )
-        step = self.count("decoder_sparse_step")
-        dense = self.values["mlp_only_layers"]
-        if not isinstance(dense, list) or any(type(index) is not int for index in dense):
-            self.fail("mlp_only_layers is not a list of integers")
-        layers = [
-            layer if index in dense or (index + 1) % step else replace(layer, experts=experts)
-            for index, layer in enumerate(self.same_layers(self.window()))
-        ]
-        return {"layers": tuple(layers), "biases": self.biases()}
-
-    def experts(self, size: int, renormalize: bool) -> Experts:
-        return Experts(
-            self.count("num_local_experts"), self.count("num_experts_per_tok"), size, renormalize
-        )
-
-    def gemma2(self) -> dict[str, Any]:
-        rope = self.rope(self.values["rope_parameters"])
-        window = self.window()
-        layers = tuple(Layer(rope, window if sliding else None) for sliding in self.layer_types())
-        return self.gemma() | {
-            "layers": layers,
-            "attention_softcap": self.cap("attn_logit_softcapping"),
-        }
-
-    def gemma3(self) -> dict[str, Any]:
-        # transformers reads attn_logit_softcapping of Gemma 3 and does not apply it.
-        if self.values["attn_logit_softcapping"]:
-            self.folder.note(
-                f"{CONFIG}: attn_logit_softcapping is passed over, as transformers does for Gemma 3"
-            )
-        ropes = self.values["rope_parameters"]
-        everywhere = Layer(self.rope(ropes[FULL]))
-        local = Layer(self.rope(ropes[SLIDING]), self.window())
-        layers = tuple(local if sliding else everywhere for sliding in self.layer_types())
-        return self.gemma() | {"layers": layers}
-
-    def gemma(self) -> dict[str, Any]:
-        return {
-            "attention_scale": 1.0 / sqrt(self.section.positive("query_pre_attn_scalar")),
-            "embedding_scale": sqrt(self.hidden),
-            "logits_softcap": self.cap("final_logit_softcapping"),
-            "biases": self.biases(),
-        }
-
-    def phi3(self) -> dict[str, Any]:
-        return {"layers": self.same_layers(self.window())}
-
-    def granite(self) -> dict[str, Any]:
-        return {
-            "layers": self.same_layers(None),
-            "biases": self.biases(ffn=True),
-            "embedding_scale": self.section.positive("embedding_multiplier"),
-            "attention_scale": self.section.positive("attention_multiplier"),
-            "residual_scale": self.section.positive("residual_multiplier"),
-            "logits_scale": 1.0 / self.section.positive("logits_scaling"),
-        }
-
-    def olmo2(self) -> dict[str, Any]:
-        return {"layers": self.same_layers(None), "biases": self.biases()}
-
     # ── Layers ──────────────────────────────────────────────────────────────────────────────────
 
-    def same_layers(self, window: int | None) -> tuple[Layer, ...]:
-        return (Layer(self.rope(self.values["rope_parameters"]), window),) * self.num_layers
+    def layers(self) -> tuple[Layer, ...]:
+        """What the layers have follows from the keys that the class has."""
+        ropes = self.values["rope_parameters"]
+        if len(self.kind.rope_theta) > 1:
+            rope, local = self.rope(ropes[FULL]), self.rope(ropes[SLIDING])
+        else:
+            rope = local = self.rope(ropes)
+        window = self.window() if self.has("sliding_window") else None
+        types = [window is not None] * self.num_layers
+        if self.has("layer_types"):
+            types = self.layer_types()
+            if any(types) and window is None:
+                key = "use_sliding_window"
+                why = f"{key} is false" if key in self.values else "sliding_window is null"
+                self.fail(f"layer_types has {SLIDING}, but {why}")
+        return tuple(
+            Layer(local if sliding else rope, window if sliding else None, experts)
+            for sliding, experts in zip(types, self.experts(), strict=True)
+        )
 
-    def layers_of_types(self) -> tuple[Layer, ...]:
-        window, types = self.window(), self.layer_types()
-        if any(types) and window is None:
-            key = "use_sliding_window"
-            why = f"{key} is false" if key in self.values else "sliding_window is null"
-            self.fail(f"layer_types has {SLIDING}, but {why}")
-        rope = self.rope(self.values["rope_parameters"])
-        return tuple(Layer(rope, window if sliding else None) for sliding in types)
+    def experts(self) -> list[Experts | None]:
+        """The experts of each layer; those of the class that has any are in every layer, but for
+        the dense ones that it may name.
+        """
+        if not self.has("num_experts_per_tok"):
+            return [None] * self.num_layers
+        size = "moe_intermediate_size" if self.has("moe_intermediate_size") else "intermediate_size"
+        experts = Experts(
+            self.count("num_local_experts"),
+            self.count("num_experts_per_tok"),
+            self.count(size),
+            self.section.flag("norm_topk_prob") if self.has("norm_topk_prob") else True,
+        )
+        step = self.count("decoder_sparse_step") if self.has("decoder_sparse_step") else 1
+        dense = self.values["mlp_only_layers"] if self.has("mlp_only_layers") else []
+        if not isinstance(dense, list) or any(type(index) is not int for index in dense):
+            self.fail("mlp_only_layers is not a list of integers")
+        return [
+            None if index in dense or (index + 1) % step else experts
+            for index in range(self.num_layers)
+        ]
 
     def window(self) -> int | None:
         """``sliding_window``: null is none."""
@@ -269,10 +218,11 @@ class _Reader:
                 self.fail(f"layer type {kind!r} is not supported, only {FULL} and {SLIDING}")
         return [LAYER_TYPES[kind] for kind in types]
 
-    def biases(self, *, ffn: bool = False) -> frozenset[str]:
-        """The projections with a bias; those of the feed-forward layer have a key of their own."""
-        found = ATTENTION if self.section.flag("attention_bias") else frozenset()
-        return found | FFN if ffn and self.section.flag("mlp_bias") else found
+    def biases(self) -> frozenset[str]:
+        """The projections with a bias."""
+        keys = self.family.bias_keys.items()
+        found = (roles for key, roles in keys if self.has(key) and self.section.flag(key))
+        return self.family.biases.union(*found)
 
     # ── Rotary positions ────────────────────────────────────────────────────────────────────────
 
@@ -281,7 +231,7 @@ class _Reader:
         section = Section(self.fail, values)
         theta = section.real("rope_theta")
         kind = section.text("rope_type")
-        part = section.real("partial_rotary_factor", 1.0)
+        part = section.real("partial_rotary_factor", self.kind.partial_rotary or 1.0)
         if part != 1.0 and not self.kind.partial_rotary:
             if kind != "default":
                 self.fail(
@@ -292,6 +242,8 @@ class _Reader:
                 f"{self.kind.config_class}"
             )
             part = 1.0
+        if part == 0.0 and kind == "default":
+            return UNROTATED
         if not 0.0 < part <= 1.0:
             self.fail(f"partial_rotary_factor is {part:g}, outside 0 to 1")
         dim = int(self.head_dim * part)
@@ -370,59 +322,38 @@ class _Reader:
         self.folder.fail(CONFIG, reason)
 
     def activation(self) -> Activation:
-        key = "hidden_act" if "hidden_act" in self.kind.defaults else "hidden_activation"
+        key = activation_key(self.kind)
         name = self.section.text(key)
         if name not in ACTIVATIONS:
             self.fail(f"{key} {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
 
-    def cap(self, key: str) -> float:
-        """A soft-cap: null is none, and 0 would make no number of anything."""
-        return 0.0 if self.values[key] is None else self.section.positive(key)
+    def number(self, key: Key) -> float:
+        if key.null is not None and self.values[key.hf] is None:
+            return key.null
+        return key.form.read(self.section.positive(key.hf))
+
+    def has(self, key: str) -> bool:
+        """Whether the class has a key; a file may have others."""
+        return key in self.kind.defaults
 
     def count(self, key: str) -> int:
         return self.section.count(key)
 
 
-# Of each model_type: Octavo's family, and what the type adds.
-FAMILIES: dict[str, tuple[str, Callable[[_Reader], dict[str, Any]]]] = {
-    "llama": ("llama", _Reader.llama),
-    "mistral": ("llama", _Reader.mistral),
-    "ministral": ("llama", _Reader.ministral),
-    "qwen2": ("qwen2", _Reader.qwen2),
-    "qwen3": ("qwen3", _Reader.qwen3),
-    "mixtral": ("mixtral", _Reader.mixtral),
-    "qwen3_moe": ("qwen3moe", _Reader.qwen3_moe),
-    "gemma2": ("gemma2", _Reader.gemma2),
-    "gemma3_text": ("gemma3", _Reader.gemma3),
-    "phi3": ("phi3", _Reader.phi3),
-    "granite": ("granite", _Reader.granite),
-    "olmo2": ("olmo2", _Reader.olmo2),
-}
-
-
-def kind_of(file: dict[str, Any]) -> ConfigClass:
+def kind_of(file: dict[str, Any]) -> HfType:
     """The class that transformers takes for a file of a known ``model_type``."""
     # A Mistral whose layers have types is a Ministral, even if they are null.
     ministral = file["model_type"] == "mistral" and "layer_types" in file
-    return _classes()["ministral" if ministral else file["model_type"]]
+    return HF_TYPES["ministral" if ministral else file["model_type"]][1]
 
 
-@cache
-def _classes() -> dict[str, ConfigClass]:
-    return config_classes()
+def activation_key(kind: HfType) -> str:
+    return "hidden_act" if "hidden_act" in kind.defaults else "hidden_activation"
 
 
-def _others(kind: ConfigClass) -> set[str]:
+def _others(kind: HfType) -> set[str]:
     """Keys that mean something for other model types, but not for this one."""
-    known = {key for each in _classes().values() for key in each.defaults}
-    return (
-        known
-        - kind.defaults.keys()
-        - kind.aliases.keys()
-        - set(kind.aliases.values())
-        - {
-            "head_dim",
-            ORIGINAL,
-        }
-    )
+    known = {key for _, each in HF_TYPES.values() for key in each.defaults}
+    own = {*kind.defaults, *kind.aliases, *kind.aliases.values()}
+    return known - own - {"head_dim", ORIGINAL}

@@ -1,24 +1,18 @@
 """What transformers' config classes make of a config.json.
 
 A class fills in the keys that a file leaves out, computes some from others, and brings old and new
-spellings of the rotary settings together. Its defaults are in hf_defaults.json, which
-tests/oracle/record_config_defaults.py makes of the classes themselves: it also checks which of the
-`RULES` computes what, so that a new release of transformers shows up as a diff.
+spellings of the rotary settings together. Its defaults and rules are in the family's record
+(`HfType`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-from octavo.loader.section import Section
+from octavo.models.hf_type import FULL, SLIDING, HfType
+from octavo.models.section import Section
 
-TABLE = Path(__file__).with_suffix(".json")
-
-MAX_LAYERS = 512
-FULL, SLIDING = "full_attention", "sliding_attention"
 _BOTH = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3 = {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL}
@@ -34,80 +28,9 @@ ROPE_KEYS: dict[str, set[str]] = {
 }
 
 
-class ConfigClass(NamedTuple):
-    """A config class of transformers, as far as the computation depends on it."""
-
-    model_type: str
-    config_class: str
-    causal_lm: str  # the model classes that it configures
-    base_model: str
-    defaults: dict[str, Any]  # of every key that is a field of the class
-    computed: dict[str, str]  # by key: the rule that makes it, a key of RULES
-    aliases: dict[str, str]  # other names of keys
-    rope_types: dict[str, str]  # those that it takes, and what it takes them for
-    rope_theta: dict[str, float]  # the default by layer type, or of all as ""
-    partial_rotary: bool  # plain rotary positions heed partial_rotary_factor
-
-
-def _head_dim(values: Section) -> int:
-    return values.count("hidden_size") // values.count("num_attention_heads")
-
-
-def _kv_heads(values: Section) -> int:
-    return values.count("num_attention_heads")
-
-
-def _types(values: Section, sliding: Callable[[int], bool]) -> list[str]:
-    count = values.count("num_hidden_layers")
-    if count > MAX_LAYERS:
-        values.fail(f"num_hidden_layers is {count}, above {MAX_LAYERS}")
-    return [SLIDING if sliding(index) else FULL for index in range(count)]
-
-
-def _sliding_from(values: Section) -> list[str]:
-    first = values.count("max_window_layers", least=0)
-    return _types(values, lambda i: values.values["sliding_window"] is not None and i >= first)
-
-
-def _sliding_but(values: Section) -> list[str]:
-    period = values.count("sliding_window_pattern", 6)
-    return _types(values, lambda index: (index + 1) % period != 0)
-
-
-# How the classes compute keys. Each takes all values of the file and of the defaults; those after
-# "null:" are for keys that are missing or null.
-RULES: dict[str, Callable[[Section], Any]] = {
-    "null: hidden_size // num_attention_heads": _head_dim,
-    "null: num_attention_heads": _kv_heads,
-    "null: []": lambda _: [],
-    "null: sliding if sliding_window": lambda values: _types(
-        values, lambda _: values.values["sliding_window"] is not None
-    ),
-    "null: sliding from max_window_layers on": _sliding_from,
-    "null: sliding but every 2nd": lambda values: _types(values, lambda index: index % 2 == 0),
-    "null: sliding but every sliding_window_pattern-th": _sliding_but,
-    "sliding_window if use_sliding_window": lambda values: (
-        values.values["sliding_window"] if values.flag("use_sliding_window") else None
-    ),
-}
-
-
-def apply_rule(name: str, key: str, values: Section) -> Any:
-    """The key's value under the rule. Raises what ``values.fail`` does."""
-    if name.startswith("null:") and values.values.get(key) is not None:
-        return values.values[key]
-    return RULES[name](values)
-
-
-def config_classes() -> dict[str, ConfigClass]:
-    """By model type."""
-    table = json.loads(TABLE.read_text())
-    return {name: ConfigClass(name, **values) for name, values in table["families"].items()}
-
-
 def completed(
     file: dict[str, Any],
-    kind: ConfigClass,
+    kind: HfType,
     fail: Callable[[str], NoReturn],
     note: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -126,7 +49,8 @@ def completed(
         }
     section = Section(fail, values)
     for key, rule in kind.computed.items():
-        values[key] = apply_rule(rule, key, section)
+        if rule.always or values.get(key) is None:
+            values[key] = rule.value(section)
     ropes = _Ropes(values, kind, fail, note)
     values["rope_parameters"] = ropes.by_layer_type() if len(kind.rope_theta) > 1 else ropes.flat()
     return values
@@ -138,7 +62,7 @@ class _Ropes:
     def __init__(
         self,
         values: dict[str, Any],
-        kind: ConfigClass,
+        kind: HfType,
         fail: Callable[[str], NoReturn],
         note: Callable[[str], None],
     ) -> None:

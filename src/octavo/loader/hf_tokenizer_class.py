@@ -13,24 +13,10 @@ from typing import Any, NamedTuple
 
 from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.loader.hf_special_tokens import TOKENIZER_CONFIG
+from octavo.models.families import HF_TYPES
 
 Json = dict[str, Any]
 
-# The class of each model type (models/auto/tokenization_auto.py); "": the file as it is. A model
-# type that is not here has none of its own.
-_REGISTERED = {
-    "qwen2": "Qwen2Tokenizer",
-    "qwen3": "Qwen2Tokenizer",
-    "qwen3_moe": "Qwen2Tokenizer",
-    "gemma2": "GemmaTokenizer",
-    "gemma3_text": "GemmaTokenizer",
-    "mistral": "",
-    "mixtral": "",
-    "phi3": "",
-    "granite": "",
-    "olmo2": "",
-}
-_OVERRULED = frozenset({"qwen2", "phi3"})  # whatever class their folders name
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,8 +39,9 @@ def tokenizer_class(folder: HfFolder, tokenizer: Json) -> TokenizerClass | None:
     kind = folder.json_if_any(CONFIG).get("model_type")
     named = config.get("tokenizer_class") or folder.json_if_any(CONFIG).get("tokenizer_class")
     named = named.removesuffix("Fast") if isinstance(named, str) else ""
-    registered = _REGISTERED.get(kind) if isinstance(kind, str) else None
-    if kind in _OVERRULED or not named or registered == "":
+    known = HF_TYPES[kind][1] if isinstance(kind, str) and kind in HF_TYPES else None
+    registered = known.tokenizer if known else None
+    if (known and known.tokenizer_overrules) or not named or registered == "":
         named = registered or ""
     elif named == "LlamaTokenizer" and _byte_level(tokenizer):
         named = ""

@@ -18,15 +18,10 @@ from octavo.loader.metadata import model_config
 from octavo.loader.pull import known_at
 from octavo.loader.tokenizer import BpeTokenizer
 from octavo.models.config import ModelConfig
-from octavo.models.families import program
+from octavo.models.families import FAMILIES, program
 
 # Tensors that are read into the ModelConfig and are no weights of the Program.
 _CONFIG_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-# Matrices that are several in one, and the outputs' order (phi3).
-FUSED = {
-    "attn_qkv": ("attn_q", "attn_k", "attn_v"),
-    "ffn_up": ("ffn_gate", "ffn_up"),
-}
 # A tensor an expert, as files had them before there was one for all.
 _OLD_EXPERT = re.compile(r"(layers\.\d+\.ffn_(?:gate|up|down))(\.\d+)")
 
@@ -87,12 +82,13 @@ def _by_role(
     file: GgufFile, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, Weight]:
     weights: dict[str, Weight] = {}
+    fused = FAMILIES[config.family].gguf_fusions
     for name in file.tensors:
         if name in _CONFIG_TENSORS:
             continue
         weight, key = file.weight(name), role(name)
         prefix, _, part = key.rpartition(".")
-        roles = [f"{prefix}.{each}" for each in FUSED.get(part, ())]
+        roles = [f"{prefix}.{each}" for each in fused.get(part, ())]
         rows = [shapes[each][0] for each in roles if each in shapes]
         if part in STACKS:
             try:

@@ -14,17 +14,12 @@ import numpy as np
 
 from octavo.loader.base import WeightFormat
 from octavo.loader.gguf import GgufFile
-from octavo.models.config import Activation, Experts, Layer, LongRope, ModelConfig, Rope
-from octavo.models.families import FAMILIES
+from octavo.models.config import MAX_LAYERS, UNROTATED, Experts, Layer, LongRope, ModelConfig, Rope
+from octavo.models.families import ARCHITECTURES
+from octavo.models.family import Family, Windows
 from octavo.models.rope import yarn_factors, yarn_magnitude
 
-MAX_LAYERS = 512
-# A Mixtral is a llama with experts.
-ARCHITECTURES = [name for name in FAMILIES if name != "mixtral"]
-SPARSE = {"llama": "mixtral", "qwen3moe": "qwen3moe"}
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-# Converters permute q and k of these so that neighbours are rotated together.
-INTERLEAVED = ("llama", "granite")
 # Keys that may have a number for each layer, where llama.cpp takes one for all, too.
 PER_LAYER = (
     "attention.head_count",
@@ -33,10 +28,7 @@ PER_LAYER = (
     "expert_feed_forward_length",
     "expert_used_count",
 )
-GEMMA2_WINDOW = 4096  # of files without the key
 LLAMA3_THETA, LLAMA3_CONTEXT = 500000.0, 8192  # of Llama 3, which 3.1 scales
-# The one size of each whose attention scale is not 1/sqrt(head_dim), by its number of layers.
-GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
 def model_config(file: GgufFile) -> ModelConfig:
@@ -53,6 +45,7 @@ class _Reader:
         self.file = file
         self.prefix = architecture + "."
         self.used: set[str] = set()
+        self.family, self.experts = self.family_of(ARCHITECTURES[architecture])
 
     def config(self) -> ModelConfig:
         file = self.file
@@ -74,95 +67,82 @@ class _Reader:
         if self.positive("vocab_size", vocab) != vocab:
             self.fail("vocab_size", f"differs from the embedding's {vocab} rows")
         self.context = self.positive("context_length")
-        family = self.prefix[:-1]
-        experts = self.experts(family)
         values: dict[str, Any] = {
+            key.field: key.form.read(self.real(key.gguf, key.default))
+            for key in self.family.gguf_keys
+        }
+        if self.family.embedding_root:
+            values["embedding_scale"] = sqrt(hidden)
+        large = num_layers == self.family.hidden_scale_layers
+        scale = 1.0 / sqrt(hidden / heads if large else head_dim)
+        values |= {
             "intermediate_size": self.positive("feed_forward_length"),
-            "norm_eps": self.real("attention.layer_norm_rms_epsilon"),
-            "attention_scale": self.attention_scale(hidden, heads, head_dim, num_layers),
+            "norm_eps": self.real(self.family.eps.gguf),
+            "attention_scale": self.real("attention.scale", 0.0) or scale,
             "layers": tuple(
-                replace(layer, experts=experts) for layer in self.layers(num_layers, head_dim)
+                replace(layer, experts=self.experts) for layer in self.layers(num_layers, head_dim)
             ),
             "context_length": self.context,  # as the rotary scaling has it
-            "attention_softcap": self.cap("attn_logit_softcapping", 50.0),
-            "logits_softcap": self.cap("final_logit_softcapping", 30.0),
             "biases": frozenset(n for n in PROJECTIONS if f"blk.0.{n}.bias" in file.tensors),
         }
-        if family.startswith("gemma"):
-            values |= {"activation": Activation.GELU_TANH, "embedding_scale": sqrt(hidden)}
-        if family == "granite":
-            values |= {
-                "embedding_scale": self.real("embedding_scale", 1.0),
-                "residual_scale": self.real("residual_scale", 1.0),
-                "logits_scale": 1.0 / (self.real("logit_scale", 1.0) or 1.0),
-            }
+        self.refuse_other_switches()
         self.refuse_other_keys()
         try:
             return ModelConfig(
-                **{"activation": Activation.SILU} | values,
-                family=family if experts is None else SPARSE[family],
+                **values,
+                family=self.family.name,
                 name=file.get("general.name", str, ""),
                 vocab_size=vocab,
                 hidden_size=hidden,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=head_dim,
+                activation=self.family.activation,
                 tied_embeddings="output.weight" not in file.tensors,
             )
         except ValueError as error:
             file.fail(str(error))
 
-    def experts(self, family: str) -> Experts | None:
-        """Return the experts of every layer. These architectures share out a token's weights over
-        its own experts.
+    def family_of(self, families: list[Family]) -> tuple[Family, Experts | None]:
+        """Return the family of an architecture, and the experts of every layer. These
+        architectures share out a token's weights over its own experts.
         """
-        required = None if family == "qwen3moe" else 0
-        if family not in SPARSE or not (count := self.positive("expert_count", required, least=0)):
-            return None
-        size = self.positive("feed_forward_length")
-        if family == "qwen3moe":
-            size = self.positive("expert_feed_forward_length")
+        dense = [family for family in families if not family.expert_size]
+        sparse = [family for family in families if family.expert_size]
+        required = 0 if dense else None
+        if not sparse or not (count := self.positive("expert_count", required, least=0)):
+            return (dense or sparse)[0], None
         chosen = self.positive("expert_used_count")
-        return Experts(count, chosen, size, renormalize=True)
-
-    def attention_scale(self, hidden: int, heads: int, head_dim: int, num_layers: int) -> float:
-        scale = self.real("attention.scale", 0.0)
-        large = GEMMA_27B_LAYERS.get(self.prefix[:-1]) == num_layers
-        return scale or 1.0 / sqrt(hidden / heads if large else head_dim)
-
-    def cap(self, key: str, gemma2: float) -> float:
-        """A soft-cap; 0 is none, and Gemma 2's own is what its files mean without the key."""
-        return self.real(key, gemma2 if self.prefix == "gemma2." else 0.0)
+        size = self.positive(sparse[0].expert_size)
+        return sparse[0], Experts(count, chosen, size, renormalize=True)
 
     def layers(self, count: int, head_dim: int) -> tuple[Layer, ...]:
-        rope = self.rope(head_dim, interleaved=self.prefix[:-1] in INTERLEAVED)
-        if self.prefix in ("gemma2.", "gemma3."):
-            return self.gemma_layers(count, rope)
-        key = "attention.sliding_window"
-        window = 0 if self.prefix != "phi3." else self.positive(key, 0, least=0)
-        return (Layer(rope, window or None),) * count
+        rope = self.rope(head_dim)
+        if self.family.windows is None:
+            return (Layer(rope),) * count
+        return self.windowed_layers(count, rope, self.family.windows)
 
     # ── Rotary positions and windows ────────────────────────────────────────────────────────────
 
-    def rope(self, head_dim: int, *, interleaved: bool) -> Rope:
+    def rope(self, head_dim: int) -> Rope:
         """The rotary embedding of global layers."""
         theta = self.real("rope.freq_base", 10000.0)
-        dim = self.positive("rope.dimension_count", head_dim)
+        partial = any(kind.partial_rotary for kind in self.family.hf)
+        dim = self.positive("rope.dimension_count", head_dim, least=0 if partial else 1)
         kind = self.text("rope.scaling.type", "linear")
         # Missing or 0 is no scaling; old converters wrote it under another name.
         factor = self.real("rope.scaling.factor", self.real("rope.scale_linear", 0.0)) or 1.0
         original = self.positive("rope.scaling.original_context_length", self.context)
         magnitude = self.real("rope.scaling.attn_factor", 1.0)
         self.used.add("rope.scaling.finetuned")
-        if self.prefix == "granite." and not self.file.get(
-            "granite.rope.scaling.finetuned", bool, True
-        ):
-            self.fail("rope.scaling.finetuned", "means no rotary positions, and is not supported")
         if not factor >= 1.0:
             self.fail("rope.scaling.factor", "is below 1")
+        if not dim:
+            return UNROTATED
         if dim % 2 or dim > head_dim:
             self.fail("rope.dimension_count", f"does not fit heads of {head_dim}")
-        plain = Rope(theta, dim, interleaved, factors=self.rope_factors(dim), magnitude=magnitude)
+        factors = self.rope_factors(dim)
+        plain = Rope(theta, dim, self.family.interleaved, factors=factors, magnitude=magnitude)
         if kind == "yarn":
             return self.yarn_rope(plain, factor, original)
         if kind not in ("none", "linear", "longrope"):
@@ -225,26 +205,25 @@ class _Reader:
             f"the context has {self.context} tokens, and {why}"
         )
 
-    def gemma_layers(self, count: int, rope: Rope) -> tuple[Layer, ...]:
-        """Windows in a pattern; in Gemma 3 with a rotary base of their own, and never scaled."""
-        key, base, pattern = (
-            "attention.sliding_window",
-            "rope.freq_base_swa",
-            "attention.sliding_window_pattern",
-        )
-        if self.prefix == "gemma2.":
-            local = replace(rope, theta=self.real(base, rope.theta))
-            window, period = self.positive(key, GEMMA2_WINDOW), 2
-        else:
-            local = Rope(self.real(base, 10000.0), rope.dim, interleaved=False)
-            window, period = self.positive(key, 0, least=0), 6
+    def windowed_layers(self, count: int, rope: Rope, windows: Windows) -> tuple[Layer, ...]:
+        """Windows in all layers, or in a pattern. Those with a rotary base of their own are never
+        scaled.
+        """
+        key, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
+        window = self.positive(key, windows.default, least=min(windows.default, 1))
+        if not windows.period:
+            return (Layer(rope, window or None),) * count
+        base = self.real("rope.freq_base_swa", windows.theta or rope.theta)
+        local = replace(rope, theta=base)
+        if windows.theta is not None:
+            local = Rope(base, rope.dim, rope.interleaved)
         if not window:
             self.used.add(pattern)
             self.file.notes.append(
                 f"{self.prefix}{key} is missing or 0: no layer has a window, as in llama.cpp"
             )
             return (Layer(rope),) * count
-        windowed = self.window_pattern(count, pattern, period)
+        windowed = self.window_pattern(count, pattern, windows.period)
         return tuple(Layer(local, window) if is_local else Layer(rope) for is_local in windowed)
 
     def window_pattern(self, count: int, key: str, period: int) -> list[bool]:
@@ -300,6 +279,12 @@ class _Reader:
     def text(self, key: str, default: str) -> str:
         self.used.add(key)
         return self.file.get(self.prefix + key, str, default)
+
+    def refuse_other_switches(self) -> None:
+        for value, _, key, otherwise in self.family.fixed:
+            self.used.add(key)
+            if key and self.file.get(self.prefix + key, bool, value) is not value:
+                self.fail(key, f"{otherwise}is not supported")
 
     def refuse_other_keys(self) -> None:
         # A layout note of the converter, and switches that are off.

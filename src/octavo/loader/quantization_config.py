@@ -11,7 +11,7 @@ from octavo.loader.compressed_tensors import CompressedTensors
 from octavo.loader.gptq import Gptq
 from octavo.loader.hf_folder import CONFIG, HfFolder, HfWeights
 from octavo.loader.quantized_layout import Layout, Module
-from octavo.loader.section import Section
+from octavo.models.section import Section
 
 # Beside config.json, of writers before they put it there; and what is meant if it does not say.
 _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}

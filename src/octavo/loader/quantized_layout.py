@@ -17,7 +17,7 @@ import numpy.typing as npt
 from octavo.loader.base import Bytes, Quantization, Stored, Weight
 from octavo.loader.grouped import FORMATS, Parts, made_rows, unpack
 from octavo.loader.hf_folder import HfWeights
-from octavo.loader.section import Section
+from octavo.models.section import Section
 
 FLOATS = ("F16", "BF16", "F32")
 _WORD = 32  # numbers that end on a 32-bit word whatever their bits

@@ -11,19 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, Self
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
 from octavo import _native
 from octavo.executor.cost import Arithmetic, Rates
@@ -36,6 +36,7 @@ from octavo.words import plural
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
+Positive = Annotated[float, Meta(gt=0, le=1e300)]
 
 ARITHMETICS = ("int8", "bf16", "fp32")
 
@@ -47,16 +48,15 @@ _AHEAD = (1024, 2048, 4096, 8192)  # bytes to prefetch ahead
 _CACHES = {2: (1 << 20, 1), 3: (16 << 20, 1)}  # where the system does not say
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
+class Rate(Struct, frozen=True, forbid_unknown_fields=True):
     """One limit on a number of threads: the best way's median and maximum over repetitions.
 
     The median is the limit: what can be had all the time. Per second, except for barriers.
     """
 
-    threads: int
-    median: float
-    best: float
+    threads: Annotated[int, Meta(ge=1)]
+    median: Positive
+    best: Positive
     how: str  # the instruction, or how memory was read
 
     @classmethod
@@ -64,17 +64,18 @@ class Rate:
         return cls(threads, statistics.median(values), max(values), how)
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+_Rates = Annotated[tuple[Rate, ...], Meta(min_length=1)]
+
+
+class Read(Struct, frozen=True, forbid_unknown_fields=True):
     """How fast ``bytes`` bytes are read over and over, each thread reading its share."""
 
     level: str  # what holds them: "L2", "L3", or "memory", of which caches may hold a part
-    bytes: int
+    bytes: Annotated[int, Meta(ge=1)]
     rate: Rate  # bytes a second
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True, forbid_unknown_fields=True):
     """The machine's limits by number of threads, ascending, all threads last."""
 
     cpu: str
@@ -82,11 +83,11 @@ class Limits:
     kernels: str  # which build of the native module measured
     date: str  # ISO 8601
     quick: bool
-    int8: tuple[Rate, ...]  # operations a second; a multiply-add is two
+    int8: _Rates  # operations a second; a multiply-add is two
     bf16: tuple[Rate, ...]  # the same; empty where the CPU has no such instruction
-    fp32: tuple[Rate, ...]
-    read: tuple[Read, ...]  # by threads, then by size, memory last
-    barrier: tuple[Rate, ...]  # seconds from one empty job of a run to the next; best: the least
+    fp32: _Rates
+    read: Annotated[tuple[Read, ...], Meta(min_length=1)]  # by threads, then by size, memory last
+    barrier: _Rates  # seconds from one empty job of a run to the next; best: the least
 
     @classmethod
     def measure(
@@ -119,7 +120,7 @@ class Limits:
         largest = max(size for levels in sizes.values() for _, size in levels)
         buffer = _native.ReadBuffer(pools[counts[-1]], largest)
         for count, each in pools.items():
-            good: dict[str, list[_Way]] = {}  # of each level, when it has been read before
+            good: dict[str, list[Way]] = {}  # of each level, when it has been read before
             for level, size in sizes[count]:
                 progress(f"reading {as_size(size)} ({level}) on {_threads(count)}")
                 ways = good.get(level) or _ways(quick)
@@ -193,25 +194,20 @@ class Limits:
     # Keeping them
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
         """Raises `ValueError` for what is not `as_dict`'s."""
         try:
-            values = dict(data)
-            for name in (*ARITHMETICS, "barrier"):
-                values[name] = _rates(values[name], least=0 if name == "bf16" else 1)
-            read = tuple(
-                Read(item["level"], int(item["bytes"]), *_rates([item["rate"]]))
-                for item in values["read"]
-            )
-            sizes = [(item.rate.threads, item.bytes) for item in read]
-            if sizes != sorted(sizes) or not sizes or sizes[0][1] < 1:
-                raise ValueError("what was read is missing or out of order")
-            return cls(**values | {"read": read})
-        except (TypeError, KeyError, AttributeError) as error:
+            limits = msgspec.convert(data, cls)
+        except msgspec.ValidationError as error:
             raise ValueError(f"not a machine's limits: {error}") from error
+        sizes = [(item.rate.threads, item.bytes) for item in limits.read]
+        if sizes != sorted(sizes):
+            raise ValueError("what was read is out of order")
+        return limits
 
     def save(self) -> Path:
         """Store as this machine's limits, and return the file."""
@@ -281,9 +277,8 @@ def misfit(limits: Limits) -> str | None:
 
 def _speed(stored: Rate) -> float:
     """Return what the loop of an fp32 peak does now, at best, in a tenth of a second."""
-    loops = [how for kind, how in _native.peak_loops() if kind == "fp32"]
-    index = [kind for kind, _ in _native.peak_loops()].index("fp32")
-    index += loops.index(stored.how) if stored.how in loops else 0
+    loops = _loops("fp32")
+    index = next((index for index, how in loops if how == stored.how), loops[0][0])
     return max(_native.measure_peak(_native.ThreadPool(stored.threads), index, 4e-3, 25))
 
 
@@ -296,17 +291,6 @@ def _at(rates: tuple[Rate, ...], threads: int | None) -> float:
     return float(np.interp(threads, [r.threads for r in rates], [r.median for r in rates]))
 
 
-def _rates(items: Iterable[Any], least: int = 1) -> tuple[Rate, ...]:
-    rates = tuple(Rate(**item) for item in items)
-    good = all(
-        rate.threads >= 1 and 0 < rate.median < math.inf and 0 < rate.best < math.inf
-        for rate in rates
-    )
-    if not good or len(rates) < least:
-        raise ValueError("a rate is missing or not a positive number")
-    return rates
-
-
 # --- measuring -----------------------------------------------------------------------------------
 
 
@@ -316,28 +300,28 @@ def _threads(count: int) -> str:
 
 def _thread_counts(most: int) -> list[int]:
     """Return 1, 2, 4, … and all."""
-    return sorted({1 << power for power in range(most.bit_length()) if 1 << power <= most} | {most})
+    return sorted({1 << power for power in range(most.bit_length())} | {most})
+
+
+def _loops(arithmetic: str) -> list[tuple[int, str]]:
+    """Return the number and the name of each loop of a kind, best first."""
+    loops = enumerate(_native.peak_loops())
+    return [(index, how) for index, (kind, how) in loops if kind == arithmetic]
 
 
 def _peak(pool: _native.ThreadPool, arithmetic: str, quick: bool) -> list[Rate]:
-    """Return the best loop of a kind (they come best first); none where the CPU has none."""
-    loops = [(i, how) for i, (kind, how) in enumerate(_native.peak_loops()) if kind == arithmetic]
+    """Return the best loop of a kind; none where the CPU has none."""
     rates = [
         Rate.of(pool.size, _native.measure_peak(pool, index, 4e-3, 12 if quick else 30), how)
-        for index, how in (loops[:1] if quick else loops)
+        for index, how in _loops(arithmetic)[: 1 if quick else None]
     ]
     return [max(rates, key=lambda rate: rate.median)] if rates else []
 
 
-class _Way(NamedTuple):
-    """A way to read: a loop and how many bytes it prefetches ahead."""
-
-    loop: int
-    ahead: int
-    description: str
+Way = tuple[int, int, str]  # to read: a loop, how many bytes it prefetches ahead, and a description
 
 
-def _ways(quick: bool) -> list[_Way]:
+def _ways(quick: bool) -> list[Way]:
     """Return every way worth trying."""
     loops = _native.read_loops()
     widest = list(dict.fromkeys(loads for loads, _, _ in loops))[:2]
@@ -347,8 +331,7 @@ def _ways(quick: bool) -> list[_Way]:
             continue
         for ahead in ((4096,) if quick else _AHEAD) if prefetches else (0,):
             fetch = f", prefetch {ahead} B ahead" if prefetches else ""
-            what = f"{loads}, {streams} stream{'s'[: streams - 1]}{fetch}"
-            ways.append(_Way(index, ahead, what))
+            ways.append((index, ahead, f"{loads}, {plural(streams, 'stream')}{fetch}"))
     return ways
 
 
@@ -356,25 +339,26 @@ def _read(
     pool: _native.ThreadPool,
     buffer: _native.ReadBuffer,
     size: int,
-    ways: list[_Way],
+    ways: list[Way],
     rounds: int,
-) -> tuple[Rate, list[_Way]]:
+) -> tuple[Rate, list[Way]]:
     """Return the best way's bytes a second, and the ways that came near it.
 
     All are tried shortly, and the best three again for ``rounds`` of five repetitions.
     """
 
-    def run(way: _Way, repetitions: int) -> list[float]:
-        return buffer.measure(pool, way.loop, way.ahead, size, 1e-3, repetitions)
+    def run(way: Way, repetitions: int) -> list[float]:
+        loop, ahead, _ = way
+        return buffer.measure(pool, loop, ahead, size, 1e-3, repetitions)
 
     tried = {way: statistics.median(run(way, 3)) for way in ways}
     best = sorted(tried, key=lambda way: -tried[way])
-    values: dict[_Way, list[float]] = {way: [] for way in best[:3]}
+    values: dict[Way, list[float]] = {way: [] for way in best[:3]}
     # In turn, so that a neighbour's busy moment does not decide which is best.
     for _ in range(rounds):
         for way in values:
             values[way] += run(way, 5)
-    rates = [Rate.of(pool.size, found, way.description) for way, found in values.items()]
+    rates = [Rate.of(pool.size, found, description) for (*_, description), found in values.items()]
     return max(rates, key=lambda rate: rate.median), best[:6]
 
 

@@ -16,19 +16,20 @@ def available_memory(root: Path = Path("/")) -> int:
     process, v1 or v2, leaves: its limit less its use, not counting file pages it can drop.
     ``root`` is where /proc and /sys are found.
     """
-    rooms = [_mem_available(root)]
-    for group in cgroups("memory", root):
-        room = _room(group)
-        if room is not None:
-            rooms.append(room)
-    return max(0, min(rooms))
+    available = _figure(root / "proc/meminfo", "MemAvailable:")
+    if available is None:
+        raise OSError("/proc/meminfo has no MemAvailable")
+    rooms = [available * 1024, *map(_room, cgroups("memory", root))]
+    return max(0, min(room for room in rooms if room is not None))
 
 
-def _mem_available(root: Path) -> int:
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable")
+def _figure(file: Path, name: str) -> int | None:
+    """Return the number behind a name at the beginning of a line."""
+    for line in file.read_text().splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value.split()[0])
+    return None
 
 
 def _room(group: Path) -> int | None:
@@ -44,21 +45,17 @@ def _room(group: Path) -> int | None:
             if text == "max" or int(text) >= _UNLIMITED:
                 return None
             used = int((group / usage).read_text())
-            return int(text) - max(0, used - _stat(group, droppable))
+            return int(text) - max(0, used - _droppable(group, droppable))
         except (OSError, ValueError):
             ignored(group / limit, "a limit of memory")
     return None
 
 
-def _stat(group: Path, key: str) -> int:
+def _droppable(group: Path, name: str) -> int:
     try:
-        for line in (group / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == key:
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0
+        return _figure(group / "memory.stat", name) or 0
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def as_size(count: float) -> str:

@@ -5,7 +5,7 @@ Values: ``x`` is the residual stream, ``h`` a row on its way into or out of half
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from octavo.models.config import Experts, Layer, ModelConfig
 from octavo.models.program import (
@@ -28,8 +28,10 @@ from octavo.models.program import (
 class Builder:
     """Collect ops and the shapes of the weights they name, layer by layer."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, norm: Callable[..., Op] = RmsNorm) -> None:
+        """``norm`` takes what `RmsNorm` takes."""
         c = self.config = config
+        self._norm = norm
         q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self.widths = {
             "x": c.hidden_size,
@@ -67,7 +69,7 @@ class Builder:
         return self._prefix + name
 
     def norm(self, x: str, name: str, out: str, group: int = 0, scale: float = 1.0) -> None:
-        self.append(RmsNorm(x, self.role(name), out, self.eps, group, scale))
+        self.append(self._norm(x, self.role(name), out, self.eps, group, scale))
 
     def linear(self, x: str, name: str, out: str) -> None:
         weight = self.role(name)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_EXPERTS = 1024
+MAX_LAYERS = 512
 
 
 class Activation(Enum):
@@ -53,6 +54,11 @@ class Rope:
     by_length: LongRope | DynamicNtk | None = None
 
     @property
+    def rotated(self) -> int:
+        """The dimensions of each head that a position changes."""
+        return self.dim if self.scale else 0
+
+    @property
     def frequencies(self) -> npt.NDArray[np.float64]:
         """The angle of each pair that a position adds; [dim / 2]."""
         pairs = np.arange(self.dim // 2)
@@ -72,6 +78,9 @@ class Rope:
                 theta = self.theta * growth ** (self.dim / (self.dim - 2))
                 return replace(self, theta=theta, by_length=None)
         return replace(self, by_length=None)
+
+
+UNROTATED = Rope(theta=1.0, dim=2, interleaved=False, scale=0.0)  # of layers without positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +159,8 @@ class ModelConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}, outside {low} to {high}")
-        if not 1 <= len(self.layers) <= 512:
-            raise ValueError(f"number of layers is {len(self.layers)}, outside 1 to 512")
+        if not 1 <= len(self.layers) <= MAX_LAYERS:
+            raise ValueError(f"number of layers is {len(self.layers)}, outside 1 to {MAX_LAYERS}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"

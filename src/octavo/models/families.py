@@ -1,27 +1,32 @@
-"""The model families: a file for each architecture, with a function from a shape to its
-computation.
+"""The model families: a file for each, with its computation and its record (`Family`).
+
+Every module of this folder that has a ``FAMILY`` is one; there is no other list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
 
-from octavo.models import gemma2, gemma3, granite, llama, olmo2, qwen3
+from octavo import models
 from octavo.models.config import ModelConfig
+from octavo.models.family import Family
+from octavo.models.hf_type import HfType
 from octavo.models.program import Program
 
-FAMILIES: dict[str, Callable[[ModelConfig], Program]] = {
-    "llama": llama.program,
-    "qwen2": llama.program,
-    "qwen3": qwen3.program,
-    "gemma2": gemma2.program,
-    "gemma3": gemma3.program,
-    "phi3": llama.program,
-    "granite": granite.program,
-    "olmo2": olmo2.program,
-    "mixtral": llama.program,
-    "qwen3moe": qwen3.program,
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY
+    for name in sorted(module.name for module in iter_modules(models.__path__))
+    if hasattr(module := import_module(f"{models.__name__}.{name}"), "FAMILY")
 }
+# By ``model_type``.
+HF_TYPES: dict[str, tuple[Family, HfType]] = {
+    kind.model_type: (family, kind) for family in FAMILIES.values() for kind in family.hf
+}
+# By GGUF's architecture: dense, with experts, or either, as the file has it.
+ARCHITECTURES: dict[str, list[Family]] = {}
+for _family in FAMILIES.values():
+    ARCHITECTURES.setdefault(_family.gguf, []).append(_family)
 
 
 def program(config: ModelConfig, max_model_len: int | None = None) -> Program:
@@ -36,4 +41,5 @@ def program(config: ModelConfig, max_model_len: int | None = None) -> Program:
         raise ValueError(
             f"model family {config.family!r} is not supported; supported are {supported}"
         )
-    return FAMILIES[config.family](config.for_length(max_model_len or config.default_length))
+    family = FAMILIES[config.family]
+    return family.program(config.for_length(max_model_len or config.default_length))

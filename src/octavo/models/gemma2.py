@@ -8,7 +8,9 @@ The checkpoint's norm weights already include Gemma's "+ 1".
 from __future__ import annotations
 
 from octavo.models.build import Builder
-from octavo.models.config import ModelConfig
+from octavo.models.config import Activation, ModelConfig
+from octavo.models.family import Family, Form, Key, Windows
+from octavo.models.hf_type import HfType, Rule, layer_types
 from octavo.models.program import Program
 
 
@@ -26,3 +28,64 @@ def program(c: ModelConfig) -> Program:
         b.norm("h", "post_ffw_norm", "h")
         b.add()
     return b.head()
+
+
+# Each layer has a norm before and after each of its halves.
+MODULES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+}
+SCALE = Key("attention_scale", "query_pre_attn_scalar", form=Form.INVERSE_SQUARE)
+_TYPES = Rule(
+    "sliding but every 2nd",
+    lambda values: layer_types(values, lambda index: index % 2 == 0),
+)
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+FAMILY = Family(
+    name="gemma2",
+    title="Gemma 2",
+    program=program,
+    keys=(
+        SCALE,
+        Key("attention_softcap", _CAPS[0], _CAPS[0], default=50.0, null=0.0),
+        Key("logits_softcap", _CAPS[1], _CAPS[1], default=30.0, null=0.0),
+    ),
+    embedding_root=True,
+    modules=MODULES,
+    hf=(
+        HfType(
+            model_type="gemma2",
+            classes="Gemma2",
+            tokenizer="GemmaTokenizer",
+            defaults={
+                "vocab_size": 256000,
+                "hidden_size": 2304,
+                "intermediate_size": 9216,
+                "num_hidden_layers": 26,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "hidden_activation": "gelu_pytorch_tanh",
+                "max_position_embeddings": 8192,
+                "rms_norm_eps": 1e-06,
+                "pad_token_id": 0,
+                "eos_token_id": 1,
+                "bos_token_id": 2,
+                "tie_word_embeddings": True,
+                "attention_bias": False,
+                "query_pre_attn_scalar": 256,
+                "sliding_window": 4096,
+                "layer_types": None,
+                "final_logit_softcapping": 30.0,
+                "attn_logit_softcapping": 50.0,
+                "use_bidirectional_attention": None,
+            },
+            computed={"layer_types": _TYPES},
+        ),
+    ),
+    norm_offset=1.0,
+    activation=Activation.GELU_TANH,
+    windows=Windows(default=4096, period=2),
+    hidden_scale_layers=46,
+    merged_spaces=True,
+)

@@ -7,9 +7,13 @@ each kind with its own rotary base. The checkpoint's norm weights already includ
 
 from __future__ import annotations
 
+from octavo.models import gemma2
 from octavo.models.build import Builder
-from octavo.models.config import ModelConfig
+from octavo.models.config import Activation, ModelConfig
+from octavo.models.family import Family, Key, Windows
+from octavo.models.hf_type import FULL, SLIDING, HfType, Rule, layer_types
 from octavo.models.program import Program
+from octavo.models.section import Section
 
 
 def program(c: ModelConfig) -> Program:
@@ -28,3 +32,44 @@ def program(c: ModelConfig) -> Program:
         b.norm("h", "post_ffw_norm", "h")
         b.add()
     return b.head()
+
+
+def _types(values: Section) -> list[str]:
+    period = values.count("sliding_window_pattern", 6)
+    return layer_types(values, lambda index: (index + 1) % period != 0)
+
+
+_CAP = "final_logit_softcapping"
+FAMILY = Family(
+    name="gemma3",
+    title="Gemma 3",
+    note="text only: folders with a vision tower (`gemma3`) are refused",
+    program=program,
+    keys=(gemma2.SCALE, Key("logits_softcap", _CAP, _CAP, default=0.0, null=0.0)),
+    embedding_root=True,
+    modules=gemma2.MODULES,
+    hf=(
+        HfType(
+            model_type="gemma3_text",
+            classes="Gemma3Text",
+            causal_lm="Gemma3ForCausalLM",
+            tokenizer="GemmaTokenizer",
+            defaults={
+                **gemma2.FAMILY.hf[0].defaults,
+                "vocab_size": 262208,
+                "max_position_embeddings": 131072,
+                "final_logit_softcapping": None,
+                "attn_logit_softcapping": None,
+                "use_bidirectional_attention": False,
+            },
+            computed={"layer_types": Rule("sliding but every sliding_window_pattern-th", _types)},
+            rope_theta={FULL: 1e6, SLIDING: 1e4},
+        ),
+    ),
+    passed_over=("attn_logit_softcapping",),
+    norm_offset=1.0,
+    activation=Activation.GELU_TANH,
+    windows=Windows(period=6, theta=1e4),
+    hidden_scale_layers=62,
+    merged_spaces=True,
+)

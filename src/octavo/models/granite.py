@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from octavo.models.build import Builder
 from octavo.models.config import ModelConfig
+from octavo.models.family import Family, Fixed, Form, Key
+from octavo.models.hf_type import KV_HEADS, LLAMA_DEFAULTS, HfType
 from octavo.models.program import Program
 
 
@@ -26,3 +28,37 @@ def program(c: ModelConfig) -> Program:
         b.feed_forward("h")
         b.add()
     return b.head()
+
+
+FAMILY = Family(
+    name="granite",
+    title="Granite 3",
+    program=program,
+    keys=(
+        Key("attention_scale", "attention_multiplier", "attention.scale", default=0.0),
+        Key("embedding_scale", "embedding_multiplier", "embedding_scale"),
+        Key("residual_scale", "residual_multiplier", "residual_scale"),
+        Key("logits_scale", "logits_scaling", "logit_scale", form=Form.INVERSE),
+    ),
+    fixed=(
+        Fixed(True, gguf="rope.scaling.finetuned", otherwise="means no rotary positions, and "),
+    ),
+    hf=(
+        HfType(
+            model_type="granite",
+            classes="Granite",
+            tokenizer="",
+            defaults={
+                **LLAMA_DEFAULTS,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "embedding_multiplier": 1.0,
+                "logits_scaling": 1.0,
+                "residual_multiplier": 1.0,
+                "attention_multiplier": 1.0,
+            },
+            computed={"num_key_value_heads": KV_HEADS},
+        ),
+    ),
+    interleaved=True,
+)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from octavo.models.build import Builder
 from octavo.models.config import ModelConfig
+from octavo.models.family import Family
+from octavo.models.hf_type import HEAD_DIM, KV_HEADS, LLAMA_DEFAULTS, HfType, Rule, layer_types
 from octavo.models.program import Program
 
 
@@ -25,3 +27,45 @@ def program(c: ModelConfig) -> Program:
         b.feed_forward("h", layer.experts)
         b.add()
     return b.head()
+
+
+_MISTRAL = LLAMA_DEFAULTS | {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+_MINISTRAL_TYPES = Rule(
+    "sliding if sliding_window",
+    lambda values: layer_types(values, lambda _: values.values["sliding_window"] is not None),
+)
+FAMILY = Family(
+    name="llama",
+    title="Llama 2 and 3, SmolLM, Mistral",
+    note="also with biases; Mistral's sliding window is not in GGUF files",
+    program=program,
+    hf=(
+        HfType(
+            model_type="llama",
+            classes="Llama",
+            defaults=LLAMA_DEFAULTS
+            | {"attention_bias": False, "mlp_bias": False, "head_dim": None},
+            computed={"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM},
+        ),
+        HfType(
+            model_type="mistral",
+            classes="Mistral",
+            tokenizer="",
+            defaults=_MISTRAL,
+            computed={"head_dim": HEAD_DIM},
+        ),
+        HfType(
+            model_type="ministral",
+            classes="Ministral",
+            defaults=_MISTRAL | {"layer_types": None},
+            computed={"layer_types": _MINISTRAL_TYPES},
+        ),
+    ),
+    interleaved=True,
+)

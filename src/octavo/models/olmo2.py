@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from octavo.models.build import Builder
 from octavo.models.config import ModelConfig
+from octavo.models.family import Family
+from octavo.models.hf_type import KV_HEADS, LLAMA_DEFAULTS, HfType
 from octavo.models.program import Program
 
 
@@ -25,3 +27,28 @@ def program(c: ModelConfig) -> Program:
         b.norm("h", "post_ffw_norm", "h")
         b.add()
     return b.head()
+
+
+FAMILY = Family(
+    name="olmo2",
+    title="OLMo 2",
+    program=program,
+    modules={"post_attention_norm": "post_attention_layernorm"},
+    hf=(
+        HfType(
+            model_type="olmo2",
+            classes="Olmo2",
+            tokenizer="",
+            defaults={
+                **LLAMA_DEFAULTS,
+                "vocab_size": 50304,
+                "pad_token_id": 1,
+                "bos_token_id": None,
+                "eos_token_id": 50279,
+                "attention_bias": False,
+                "rms_norm_eps": 1e-05,
+            },
+            computed={"num_key_value_heads": KV_HEADS},
+        ),
+    ),
+)

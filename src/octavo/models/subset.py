@@ -22,7 +22,8 @@ def keep_layers(program: Program, layers: Collection[int]) -> Program:
     ops: list[Op] = []
     layer: int | None = None  # that the op belongs to
     for op in program.ops:
-        for role in _roles(op):
+        # An op that has no weights belongs with the one before it.
+        for role in op.weight_shapes(program.widths, program.config):
             layer = _layer(role)
         if layer is None or layer in kept:
             ops.append(op)
@@ -32,12 +33,6 @@ def keep_layers(program: Program, layers: Collection[int]) -> Program:
         if (layer := _layer(role)) is None or layer in kept
     }
     return Program(program.config, tuple(ops), program.widths, used)
-
-
-def _roles(op: Op) -> tuple[str, ...]:
-    """Return the op's weight. An op that has none belongs with the one before it."""
-    weight = getattr(op, "weight", None)
-    return () if weight is None else (weight,)
 
 
 def _layer(role: str) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -84,12 +85,7 @@ class NativeSampler:
         return [TokenLogprobs(*entry) for entry in entries]
 
 
-def _named(
-    token_ids: list[int],
-    logprobs: list[tuple[int, float, int, tuple[tuple[int, float], ...]] | None] | None,
-    errors: dict[int, str],
-) -> Sampled:
-    if logprobs is None:
-        return Sampled(token_ids, None, errors)
-    named = [None if entry is None else TokenLogprobs(*entry) for entry in logprobs]
-    return Sampled(token_ids, named, errors)
+def _named(token_ids: list[int], logprobs: list[Any] | None, errors: dict[int, str]) -> Sampled:
+    if logprobs is not None:
+        logprobs = [entry and TokenLogprobs(*entry) for entry in logprobs]
+    return Sampled(token_ids, logprobs, errors)

@@ -13,7 +13,8 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Annotated, Any, NamedTuple
+from math import inf
+from typing import Annotated, Any, NamedTuple, TypeGuard
 
 from msgspec import Meta
 
@@ -64,34 +65,34 @@ def _refusal(param: str, value: object, allowed: str, *, inside: bool = False) -
     return InvalidParameter(param, f"{param} is {shown}; it must be {allowed}")
 
 
-def _integer(low: int, high: int | None = None) -> Kind:
-    allowed = f"an integer from {low}" + ("" if high is None else f" to {high}")
-
-    def check(name: str, value: object, limits: ModelLimits) -> int:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise _refusal(name, value, allowed)
-        if value < low or (high is not None and value > high):
+def _kind(http_type: Any, allowed: str, allows: Callable[[Any], bool]) -> Kind:
+    def check(name: str, value: object, limits: ModelLimits) -> Any:
+        if not allows(value):
             raise _refusal(name, value, allowed)
         return value
 
-    return Kind(int, check)
+    return Kind(http_type, check)
+
+
+def _is_integer(value: object, low: int, high: float) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _integer(low: int, high: int | None = None) -> Kind:
+    allowed = f"an integer from {low}" + ("" if high is None else f" to {high}")
+    return _kind(int, allowed, lambda value: _is_integer(value, low, inf if high is None else high))
 
 
 def _number(low: float, high: float, *, open_low: bool = False) -> Kind:
     allowed = f"above {low:g}, up to {high:g}" if open_low else f"from {low:g} to {high:g}"
 
-    def check(name: str, value: object, limits: ModelLimits) -> float:
+    def allows(value: object) -> bool:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return False
         # Not a number fails every comparison, and infinity one of these.
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not low <= value <= high
-            or (open_low and value == low)
-        ):
-            raise _refusal(name, value, f"a number {allowed}")
-        return value
+        return low <= value <= high and not (open_low and value == low)
 
-    return Kind(float, check)
+    return _kind(float, f"a number {allowed}", allows)
 
 
 def _optional(kind: Kind) -> Kind:
@@ -99,12 +100,6 @@ def _optional(kind: Kind) -> Kind:
         return None if value is None else kind.check(name, value, limits)
 
     return Kind(kind.http_type, check)
-
-
-def _check_flag(name: str, value: object, limits: ModelLimits) -> bool:
-    if not isinstance(value, bool):
-        raise _refusal(name, value, "true or false")
-    return value
 
 
 def _check_logprobs(name: str, value: object, limits: ModelLimits) -> int | None:
@@ -118,7 +113,7 @@ def _items(param: str, value: object, limit: int) -> list[object]:
 
 
 def _token_id(param: str, value: object, vocab_size: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
+    if not _is_integer(value, 0, vocab_size - 1):
         raise _refusal(param, value, f"token ids from 0 to {vocab_size - 1}", inside=True)
     return value
 
@@ -153,7 +148,7 @@ def _check_bias(name: str, value: object, limits: ModelLimits) -> dict[int, floa
     return {token_id: float(each) for token_id, each in value.items()}
 
 
-_FLAG = Kind(bool, _check_flag)
+_FLAG = _kind(bool, "true or false", lambda value: isinstance(value, bool))
 _LOGPROBS = Kind(int, _check_logprobs)
 _STOP = Kind(str | list[str], _check_stop)
 _BIAS = Kind(Annotated[dict[str, float], Meta(max_length=MAX_LOGIT_BIASES)], _check_bias)

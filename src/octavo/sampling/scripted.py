@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Sequence
+from copy import copy
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,21 +17,18 @@ from octavo.sampling.sampler import Float32, Sampled, SamplerState, TokenLogprob
 _MASK = (1 << 64) - 1
 
 
-def mix(value: int) -> int:
+Bits = TypeVar("Bits", int, npt.NDArray[np.uint64])
+
+
+def mix(value: Bits) -> Bits:
     """SplitMix64's finalizer (Steele, Lea, Flood: "Fast splittable pseudorandom number
     generators", 2014): 64 bits in, 64 well mixed bits out."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def _mix_all(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """`mix` of each."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    bits: Any = value
+    bits = (bits + 0x9E3779B97F4A7C15) & _MASK
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
+    mixed: Bits = bits ^ (bits >> 31)
+    return mixed
 
 
 class ScriptedState:
@@ -54,15 +53,9 @@ class ScriptedState:
         self.num_generated -= count
 
     def fork(self, choice: int) -> ScriptedState:
-        copy = self.copy()
-        copy.stream = mix(self.seed & _MASK) ^ mix(choice)
-        return copy
-
-    def copy(self) -> ScriptedState:
-        copy = object.__new__(ScriptedState)
-        for name in ScriptedState.__slots__:
-            setattr(copy, name, getattr(self, name))
-        return copy
+        forked = copy(self)
+        forked.stream = mix(self.seed & _MASK) ^ mix(choice)
+        return forked
 
 
 class ScriptedSampler:
@@ -93,21 +86,17 @@ class ScriptedSampler:
     ) -> Sampled:
         token_ids = []
         logprobs: list[TokenLogprobs | None] = []
-        asked = False
         for state in states:
             assert isinstance(state, ScriptedState)
-            token_ids.append(self._token(state))
+            token_id, top = self._token(state), state.logprobs
+            token_ids.append(token_id)
             state.num_generated += 1
-            if state.logprobs is None:
-                logprobs.append(None)
-            else:
-                asked = True
-                logprobs.append(self._uniform(token_ids[-1], state.logprobs))
-        return Sampled(token_ids, logprobs if asked else None, {})
+            logprobs.append(None if top is None else self._uniform(token_id, top))
+        return Sampled(token_ids, logprobs if any(logprobs) else None, {})
 
     def coming(self, state: ScriptedState, count: int) -> list[int]:
         """The tokens that the state's next draws will give."""
-        ahead = state.copy()
+        ahead = copy(state)
         tokens = []
         for _ in range(count):
             tokens.append(self._token(ahead))
@@ -124,9 +113,8 @@ class ScriptedSampler:
         """[states, count]: what ``count`` times `sample` would draw, at most `draws_to_go`."""
         next_draws = [(state.stream + state.num_generated) & _MASK for state in states]
         steps = np.arange(count, dtype=np.uint64)
-        random = _mix_all(np.array(next_draws, dtype=np.uint64)[:, None] + steps)
-        low = random & np.uint64(0xFFFFFFFF)
-        tokens = (low % np.uint64(self.vocab_size)).astype(np.int32)
+        random = mix(np.array(next_draws, dtype=np.uint64)[:, None] + steps)
+        tokens = ((random & 0xFFFFFFFF) % self.vocab_size).astype(np.int32)
         for row, state in zip(tokens, states, strict=True):
             if state.stop_token_ids and not state.stop_token_ids.isdisjoint(row.tolist()):
                 row[:] = self.coming(state, count)
@@ -167,8 +155,7 @@ class ScriptedSampler:
                     (logprobs[index],) = sampled.logprobs
                 if token_ids[index] != guess:
                     ended.add(id(state))
-        asked = any(entry is not None for entry in logprobs)
-        return Sampled(token_ids, logprobs if asked else None, {})
+        return Sampled(token_ids, logprobs if any(logprobs) else None, {})
 
     def prompt_logprobs(
         self, logits: Float32 | None, rows: Sequence[int], token_ids: Sequence[int], top: int

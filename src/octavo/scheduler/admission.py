@@ -230,7 +230,7 @@ class Admission:
         prediction or, where that is asked for, miss its target.
         """
         scheduler, forecaster = self._scheduler, self.forecaster
-        longest = scheduler.config.policy.max_queue_time
+        longest = scheduler.config.max_queue_time
         if not asks or forecaster is None:
             return
         target = asks[-1].target if self.within_target else None

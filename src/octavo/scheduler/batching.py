@@ -107,7 +107,6 @@ class BatchBuilder:
     def __init__(self, config: SchedulerConfig, kv: KvCache) -> None:
         self._kv = kv
         self.last_token: Int32 = np.zeros(config.max_num_seqs, dtype=np.int32)  # by slot
-        self.decode_slots: Int32 = np.empty(0, dtype=np.int32)
         self._token_ids: Int32 = np.empty(config.max_num_batched_tokens, dtype=np.int32)
         self._positions: Int32 = np.empty(config.max_num_batched_tokens, dtype=np.int32)
         most_spans = config.max_num_seqs + config.max_branches
@@ -120,21 +119,21 @@ class BatchBuilder:
     def build(
         self,
         decodes: list[Sequence],
+        slots: Int32,
         chunks: list[Chunk],
-        drafts: list[list[int]] | None = None,
-        branches: Branches | None = None,
+        drafts: list[list[int]] | None,
+        branches: Branches,
     ) -> Scheduled:
-        """Return the step of ``decodes``, the sequences of ``decode_slots`` in that order, with
-        their ``drafts`` and, by index, their ``branches``.
+        """Return the step of ``decodes``, which have the ``slots``, with their ``drafts`` and, by
+        index, their ``branches``.
         """
-        slots = self.decode_slots
         count = len(slots)
         if drafts is None:
             np.take(self.last_token, slots, out=self._token_ids[:count])
             np.take(self._kv.num_tokens, slots, out=self._positions[:count])
             total, offsets, sample_rows = count, self._counting, self._row_list[:count]
         else:
-            total, offsets, sample_rows = self._write_spans(decodes, drafts)
+            total, offsets, sample_rows = self._write_spans(decodes, slots, drafts)
         samples = decodes[:]
         if not chunks and not branches:
             batch = self._batch(total, offsets[: count + 1], slots, self._counting[:total])
@@ -160,7 +159,7 @@ class BatchBuilder:
                 samples += drawing
                 sample_rows += [num_rows - 1] * len(drawing)
         placed: dict[int, list[Branch]] = {}
-        for index, guesses in (branches or {}).items():
+        for index, guesses in branches.items():
             seq = decodes[index]
             start = int(self._kv.num_tokens[seq.slot])
             placed[index] = []
@@ -185,7 +184,7 @@ class BatchBuilder:
         )
 
     def _write_spans(
-        self, decodes: list[Sequence], drafts: list[list[int]]
+        self, decodes: list[Sequence], slots: Int32, drafts: list[list[int]]
     ) -> tuple[int, Int32, list[int]]:
         """Write each sequence's last token and its draft. Return the number of tokens, the spans'
         offsets and their first rows.
@@ -198,7 +197,7 @@ class BatchBuilder:
             token_ids += draft
         total = len(token_ids)
         offsets = np.array([*firsts, total], dtype=np.int32)
-        starts = self._kv.num_tokens[self.decode_slots] - offsets[:-1]
+        starts = self._kv.num_tokens[slots] - offsets[:-1]
         self._token_ids[:total] = token_ids
         np.add(
             np.repeat(starts, np.diff(offsets)),

@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
 from octavo.scheduler.policies.config import PolicyConfig
+from octavo.settings import setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Names and meanings of vLLM's flags. Raises `ValueError` with the arithmetic."""
+class SchedulerSettings(PolicyConfig):
+    """What users choose of the limits, under the names of vLLM's flags."""
+
+    # fmt: off
+    # None: the model's context, or what fits of it. Least: a token of prompt and a new one.
+    max_model_len: int | None = setting(None,
+        "Longest prompt + output in tokens: 4096, 8k (8000), 8K (8192).", least=2,
+        parse="max_model_len", metavar="TOKENS", show_default="the model's, capped to what fits")
+    # The option's range is part of its help.
+    max_num_seqs: int = setting(256, "Most sequences in a step.", least=1, min=1, max=1 << 20)
+    max_num_batched_tokens: int = setting(512, "Most tokens in a step.", least=1, parse="amount",
+        metavar="TOKENS")
+    itl_target: float | None = setting(  # ms that a step may take in which somebody decodes
+        None, "Milliseconds from token to token: prompts go through in parts that fit.", above=0,
+        below=inf, unit=" ms", metavar="MS", show_default="none")
+    max_num_queued_reqs: int | None = setting(  # None: no bound; a server has one (server.py)
+        None, "Requests that may wait; the next gets a 429.", show_default="4 x --max-num-seqs")
+    max_num_queued_tokens: int | None = setting(  # the same
+        None, "Prompt tokens that may wait; the next gets a 429.", show_default="1Mi")
+    enable_prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.")
+    # fmt: on
+
+    @property
+    def itl_target_s(self) -> float | None:
+        """The same in seconds."""
+        return None if self.itl_target is None else self.itl_target / 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig(SchedulerSettings):
+    """With what a loaded model makes of them. Raises `ValueError` with the arithmetic."""
 
     max_model_len: int  # most tokens of a sequence, prompt and output together
-    max_num_seqs: int = 256  # most sequences in a batch
-    max_num_batched_tokens: int = 512  # most tokens in a step
     max_logits_rows: int | None = None  # most rows of logits in a step; None: max_num_seqs
-    itl_target: float | None = None  # seconds that a step may take if a sequence decodes
     max_branches: int = 0  # most alternatives that a step checks beside the drafts
-    enable_prefix_caching: bool = True
-    max_num_queued_reqs: int | None = None  # None: no bound
-    max_num_queued_tokens: int | None = None  # prompt tokens waiting
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
     # Older ways to serve, for comparison (octavo simulate):
     batching: Literal["continuous", "static"] = "continuous"  # static: the next batch is
     # admitted when the last of this one has ended
@@ -30,9 +53,9 @@ class SchedulerConfig:
     chunked_prefill: bool = True  # False: a prompt goes through the model in one step
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, below 1")
+        PolicyConfig.__post_init__(self)
+        if self.max_model_len < 1:
+            raise ValueError(f"max_model_len is {self.max_model_len}, below 1")
         if self.max_branches < 0:
             raise ValueError(f"max_branches is {self.max_branches}, below 0")
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
@@ -54,8 +77,6 @@ class SchedulerConfig:
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_model_len "
                 f"{self.max_model_len}"
             )
-        if self.itl_target is not None and not 0 < self.itl_target < inf:
-            raise ValueError(f"itl_target is {self.itl_target} seconds, not above 0")
         if self.itl_target is not None and not self.chunked_prefill:
             raise ValueError("itl_target cannot be kept without chunked prefill")
         if self.logits_rows < self.max_num_seqs:

@@ -29,34 +29,18 @@ class Proposer(Protocol):
         ...
 
 
-def draft(
-    proposer: Proposer,
-    kv: KvCache,
-    decoding: list[Sequence],
-    slots: Int32,
-    num_tokens: int,
-    room: int,
-) -> tuple[list[list[int]] | None, Branches]:
-    """Return the draft of each decoding sequence (``slots`` are theirs), None if there is none, and
-    the branches beside them. ``num_tokens``, ``room``: as in `Proposer.propose`.
-    """
-    drafts = proposer.propose(decoding, num_tokens, room)
-    fitted = _fit(kv, decoding, slots, drafts, room) if any(drafts) else None
-    if fitted is None:
-        return None, {}
-    return fitted, _branch(kv, decoding, proposer.alternatives(), fitted, room)
-
-
-def _fit(
+def fit_drafts(
     kv: KvCache, decoding: list[Sequence], slots: Int32, drafts: list[list[int]], room: int
-) -> list[list[int]] | None:
-    """Cut drafts to what can be used and reserve their positions; return None if nothing is left.
+) -> list[list[int]]:
+    """Cut drafts to what can be used, ``room`` tokens in all, and reserve their positions.
+    ``slots`` are those of the decoding sequences.
 
     A draft may be as long as all tokens to come but the last: that one follows it anyway.
     """
+    if not any(drafts):
+        return drafts
     reserved = (kv.num_blocks[slots] * kv.block_size - kv.num_tokens[slots]).tolist()
     fitted: list[list[int]] = []
-    before = room
     for seq, guess, places in zip(decoding, drafts, reserved, strict=True):
         count = min(len(guess), room, seq.num_to_come - 1)
         if count >= places:
@@ -64,10 +48,10 @@ def _fit(
             kv.reserve(seq.slot, 1 + count)
         fitted.append(guess[:count])
         room -= count
-    return fitted if room < before else None
+    return fitted
 
 
-def _branch(
+def fit_branches(
     kv: KvCache,
     decoding: list[Sequence],
     alternatives: dict[int, list[list[int]]],

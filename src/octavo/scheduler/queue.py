@@ -18,11 +18,12 @@ class WaitingQueue:
     def __init__(self, policy: Policy, kv: KvCache) -> None:
         self.fetching: list[Sequence] = []  # not in the policy's queue yet: the disk is read first
         self.tokens = 0  # of all
+        self._size = 0
         self._policy = policy
         self._kv = kv
 
     def __len__(self) -> int:
-        return len(self._policy) + len(self.fetching)
+        return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._policy
@@ -45,7 +46,6 @@ class WaitingQueue:
 
     def push(self, seq: Sequence, now: float) -> None:
         """Queue a sequence, now or when what is read for it has arrived."""
-        tokens = self.tokens + len(seq.token_ids)
         seq.queued = now
         if seq.prefetch is None:
             seq.status = Status.WAITING
@@ -53,7 +53,8 @@ class WaitingQueue:
         else:
             seq.status = Status.FETCHING
             self.fetching.append(seq)
-        self.tokens = tokens
+        self.tokens += len(seq.token_ids)
+        self._size += 1
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence that has ended, or is admitted. What was read for it stays until
@@ -64,11 +65,12 @@ class WaitingQueue:
         else:
             self._policy.remove(seq)
         self.tokens -= len(seq.token_ids)
+        self._size -= 1
 
     def clear(self) -> None:
         self._policy.clear()
         self.fetching.clear()
-        self.tokens = 0
+        self.tokens = self._size = 0
 
     def poll(self, *, may_read: bool) -> None:
         """Queue the sequences for which all has been read, or for which reading takes longer than

@@ -31,7 +31,7 @@ from octavo.kv_cache.prefix_lookup import NO_HIT, Hit
 from octavo.scheduler.admission import Admission, needed_blocks
 from octavo.scheduler.batching import BatchBuilder, Branches, Chunk, Scheduled
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.drafting import Proposer, draft
+from octavo.scheduler.drafting import Proposer, fit_branches, fit_drafts
 from octavo.scheduler.policies.base import BY_ARRIVAL
 from octavo.scheduler.prompt_rates import PromptRates
 from octavo.scheduler.queue import WaitingQueue
@@ -66,8 +66,8 @@ class Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
             hasher=hasher,
         )
-        self.policy = config.policy.new_policy()
-        self.shedding = Shedding(config.policy, self._missing_before_first)
+        self.policy = config.new_policy()
+        self.shedding = Shedding(self)
         self.set_rates(PromptRates())
         self.waiting = WaitingQueue(self.policy, self.kv)
         self.prefilling: list[Sequence] = []  # in the policy's order
@@ -92,12 +92,12 @@ class Scheduler:
         self._served: set[Sequence] = set()  # those that have had their turn in this step
         self._suspects: deque[RequestRecord] = deque()  # each has to run in isolation
         self._builder = BatchBuilder(config, self.kv)
-        self._decodes_changed = False
+        self._decode_slots_cache: Int32 | None = None
         self._to_join = 0  # of the batch that static batching is admitting
 
     def set_rates(self, rates: PromptRates) -> None:
         """Let policy and shedding predict by ``rates``, which learn from this scheduler's steps."""
-        self.rates = self.policy.rates = self.shedding.rates = rates
+        self.rates = self.policy.rates = rates
 
     # Queue
 
@@ -107,7 +107,7 @@ class Scheduler:
         prompt_token_ids: Items[int],
         max_tokens: int,
         now: float,
-        outputs: Items[Any] | None = None,
+        outputs: Items[Any],
     ) -> None:
         """Queue a request. ``max_tokens``: what `Admission.check` returned. ``outputs``: the
         engine's, for each of its sequences. If this fails, nothing of it is left.
@@ -120,7 +120,7 @@ class Scheduler:
                 order = self._arrivals, choice
                 seq = Sequence(record, choice, order, prompt[:], len(prompt) + max_tokens)
                 seq.status = Status.FORKING if choice else Status.WAITING
-                seq.output = outputs[choice] if outputs else None
+                seq.output = outputs[choice]
                 record.sequences.append(seq)
             record.num_unfinished = record.n
             record.finish_reasons = [None] * record.n
@@ -150,17 +150,11 @@ class Scheduler:
             return
         for record in self._pausing:
             for seq in record.sequences:
-                if len(seq.token_ids) == record.prompt_tokens:
-                    continue
-                if seq.slot >= 0:
-                    self._release(seq)
-                elif seq.status is Status.WAITING:
-                    self.waiting.remove(seq)
-                else:
-                    continue
-                self.waiting.end_prefetch(seq)
-                seq.status = Status.PAUSED
-                self.paused.append(seq)
+                begun = len(seq.token_ids) > record.prompt_tokens
+                if begun and (seq.slot >= 0 or seq.status is Status.WAITING):
+                    self._withdraw(seq)
+                    seq.status = Status.PAUSED
+                    self.paused.append(seq)
 
     def has_work(self) -> bool:
         """Return whether there is anything to compute. Paused requests are not."""
@@ -181,52 +175,25 @@ class Scheduler:
         them.
         """
         self.policy.now = now
-        isolated = self.isolated is not None
-        self.waiting.poll(may_read=not isolated)
-        self._pause_sequences()
         self._served.clear()
-        if self.policy.preempts and self.config.batching == "continuous" and not isolated:
-            self._admit_by_preemption()
-        if len(self.prefilling) > 1:  # ranks may have changed
-            self.prefilling.sort(key=self.policy.rank)
+        self.waiting.poll(may_read=self.isolated is None)
+        self._pause_sequences()
+        self._admit_by_preemption()
         preemptions = self.num_preemptions
         self._reserve_for_decodes()
-        self._update_decode_slots()
         budget = TokenBudget(self.config, self.decode_positions(), predictor)
-        chunks: list[Chunk] = []
-        for seq, others in self._prompts(preemptions):
-            if chunk := self._chunk(seq, budget, others):
-                chunks.append(chunk)
-            self._served.add(seq)
-            if budget.spent or not (chunk or self.config.chunked_prefill):
-                break
-        self.num_left_waiting = len(self.waiting)
-        if chunks and not budget.spent:
-            chunks[0] = self._extend(chunks[0], budget)
+        chunks = self._schedule_prompts(budget, preemptions)
         if not self.decoding and not chunks:
             return None
-        self._update_decode_slots()
-        drafts: list[list[int]] | None = None
-        branches: Branches = {}
-        if (
-            proposer is not None
-            and self.decoding
-            and not isolated
-            and (num_drafts := budget.drafts()) > 0
-        ):
-            num_tokens = self.config.max_num_batched_tokens - budget.tokens
-            slots = self._builder.decode_slots
-            drafts, branches = draft(
-                proposer, self.kv, self.decoding, slots, num_tokens, num_drafts
-            )
-        self._scheduled = self._builder.build(self.decoding, chunks, drafts, branches)
+        drafts, branches = self._schedule_drafts(budget, proposer)
+        self._scheduled = self._builder.build(
+            self.decoding, self._decode_slots, chunks, drafts, branches
+        )
         return self._scheduled
 
     def _reserve_for_decodes(self) -> None:
         """Reserve a cache position for the next token of every decoding sequence."""
-        kv = self.kv
-        self._update_decode_slots()
-        slots = self._builder.decode_slots
+        kv, slots = self.kv, self._decode_slots
         if not len(slots):
             return
         full = kv.num_tokens[slots] % kv.block_size == 0
@@ -238,38 +205,49 @@ class Scheduler:
             while seq.status is Status.DECODING and not kv.reserve(seq.slot, 1):
                 self._preempt(self._victim())
 
-    def _prompts(self, preemptions: int) -> Iterator[tuple[Sequence, Items[Sequence]]]:
+    def _schedule_prompts(self, budget: TokenBudget, preemptions: int) -> list[Chunk]:
+        """Serve the prompts, in their order, until the budget is spent."""
+        chunks: list[Chunk] = []
+        for seq in self._prompts(preemptions):
+            if chunk := self._chunk(seq, budget):
+                chunks.append(chunk)
+            self._served.add(seq)
+            if budget.spent or not (chunk or self.config.chunked_prefill):
+                break
+        self.num_left_waiting = len(self.waiting)
+        if chunks and not budget.spent:
+            chunks[0] = self._extend(chunks[0], budget)
+        return chunks
+
+    def _prompts(self, preemptions: int) -> Iterator[Sequence]:
         """Iterate over the prompts in the order of service: the one with the lowest rank, then the
-        others from the shortest on, and newcomers as they are admitted; each with the prompts under
-        way that come after it, which only the first has. No newcomer is admitted if this step has
-        preempted: the preempted sequence would be admitted again at once.
+        others from the shortest on, and newcomers as they are admitted. No newcomer is admitted if
+        this step has preempted: the preempted sequence would be admitted again at once.
         """
         admit = self._admit if self.config.batching == "continuous" else self._admit_batch
         may_admit = True
 
-        def newcomers(shorter_than: float) -> Iterator[tuple[Sequence, Items[Sequence]]]:
+        def newcomers(shorter_than: float) -> Iterator[Sequence]:
             nonlocal may_admit
             while may_admit and self.num_preemptions == preemptions:
-                if shorter_than < inf:
-                    head = self._next_waiting()
-                    if head is None or len(head.token_ids) >= shorter_than:
-                        return
+                head = self._next_waiting()
+                if head is not None and len(head.token_ids) >= shorter_than:
+                    return
                 admitted = admit()
                 may_admit = admitted is not None
                 if admitted is not None:
-                    yield admitted, ()
+                    yield admitted
 
-        first, *others = self.prefilling or (None,)
-        if first is not None:
-            yield first, others
-        others = [seq for seq in others if seq.status is Status.PREFILLING]
+        self.prefilling.sort(key=self.policy.rank)  # ranks may have changed
+        yield from self.prefilling[:1]
+        others = [seq for seq in self.prefilling if seq not in self._served]
         for seq in sorted(others, key=self._missing):
             yield from newcomers(self._missing(seq))
             if seq.status is Status.PREFILLING:
-                yield seq, ()
+                yield seq
         yield from newcomers(inf)
 
-    def _chunk(self, seq: Sequence, budget: TokenBudget, others: Items[Sequence]) -> Chunk | None:
+    def _chunk(self, seq: Sequence, budget: TokenBudget) -> Chunk | None:
         """Schedule as many of a prompt's missing tokens as budget and blocks allow; none before all
         of its cached prefix is in the pool.
         """
@@ -281,7 +259,7 @@ class Scheduler:
         if budget.tokens < missing and not self.config.chunked_prefill:
             return None
         count = budget.fit(start, missing, scored=scored)
-        if count < missing and self._shorter_behind(missing, others):
+        if count < missing and self._shorter_behind(seq, missing):
             count = budget.fit(start, missing, scored=scored, half=True)
         if count < 1:
             return None
@@ -327,7 +305,7 @@ class Scheduler:
         """Return how many tokens of a sequence with a slot are not in the cache yet."""
         return len(seq.token_ids) - int(self.kv.num_tokens[seq.slot])
 
-    def _missing_before_first(self, record: RequestRecord) -> int:
+    def missing_before_first(self, record: RequestRecord) -> int:
         """Return how many tokens are to be computed before a request's first."""
         seq = record.sequences[0]
         if seq.slot >= 0:
@@ -337,15 +315,34 @@ class Scheduler:
             cached = max(cached, seq.prefetch.num_tokens)  # it is being read
         return len(seq.token_ids) - cached
 
-    def _shorter_behind(self, missing: int, others: Items[Sequence]) -> bool:
-        """Return whether a prompt with fewer than ``missing`` tokens is behind this one: one of the
-        ``others`` under way, or of those that wait, as far as there are slots. Then this prompt
-        takes no more than half of what is left of a step.
+    def _shorter_behind(self, seq: Sequence, missing: int) -> bool:
+        """Return whether a prompt with fewer than ``missing`` tokens is behind this one: another
+        under way, or one of those that wait, as far as there are slots. Then this prompt takes no
+        more than half of what is left of a step.
         """
-        if any(self._missing(other) < missing for other in others):
-            return True
+        for other in self.prefilling:
+            if other is not seq and other not in self._served and self._missing(other) < missing:
+                return True
         slots = min(self._free_slots, _LOOKED_AT)
-        return any(len(seq.token_ids) < missing for seq in islice(self.policy, max(0, slots)))
+        return any(len(other.token_ids) < missing for other in islice(self.policy, max(0, slots)))
+
+    def _schedule_drafts(
+        self, budget: TokenBudget, proposer: Proposer | None
+    ) -> tuple[list[list[int]] | None, Branches]:
+        """Return the draft of each decoding sequence, None if there is none, and the branches
+        beside them. They take what is left of the budget, and of the blocks.
+        """
+        if proposer is None or not self.decoding or self.isolated is not None:
+            return None, {}
+        if (room := budget.drafts()) < 1:
+            return None, {}
+        num_tokens = self.config.max_num_batched_tokens - budget.tokens
+        guesses = proposer.propose(self.decoding, num_tokens, room)
+        drafts = fit_drafts(self.kv, self.decoding, self._decode_slots, guesses, room)
+        if not any(drafts):
+            return None, {}
+        alternatives = proposer.alternatives()
+        return drafts, fit_branches(self.kv, self.decoding, alternatives, drafts, room)
 
     # Admit
 
@@ -364,30 +361,30 @@ class Scheduler:
     def _admit(self) -> Sequence | None:
         """Admit and return the queue's head if all its known tokens fit beside those that run."""
         seq = self._next_waiting()
-        if seq is None:
+        if seq is None or self._free_slots < 1 + len(seq.followers):
             return None
-        kv = self.kv
-        running = len(self.decoding) + len(self.prefilling)
-        if self._free_slots < 1 + len(seq.followers):
+        running = self.decoding or self.prefilling
+        if running and self._is_refused(seq):
             return None
-        if running and self._refused is not None:
-            head, free = self._refused
-            if head == seq.order and kv.pool.num_free <= free:
-                return None
         hit = self._lookup(seq)
         if running and not self._fits(seq, hit):
-            self._refused = seq.order, kv.pool.num_free
+            self._refused = seq.order, self.kv.pool.num_free
             return None
         self._refused = None
         self._start(seq, hit)
         return seq
+
+    def _is_refused(self, seq: Sequence) -> bool:
+        """Return whether the sequence did not fit, and there are no more blocks since."""
+        order, free = self._refused or (None, 0)
+        return order == seq.order and self.kv.pool.num_free <= free
 
     def _admit_batch(self) -> Sequence | None:
         """Admit by static batching: when no sequence runs, those that wait then, as far as they
         fit; others wait until the last of these has ended.
         """
         if not self.decoding and not self.prefilling:
-            self._to_join = len(self.policy)
+            self._to_join = len(self.waiting) - len(self.waiting.fetching)
         admitted = self._admit() if self._to_join else None
         self._to_join = self._to_join - 1 if admitted else 0
         return admitted
@@ -456,11 +453,15 @@ class Scheduler:
         self._release(seq)
         self.waiting.push(seq, self.policy.now)
 
+    def _requeue_all(self) -> None:
+        for seq in self.decoding + self.prefilling:
+            self._requeue(seq)
+
     def _release(self, seq: Sequence) -> None:
         """Stop a running sequence and free its slot and blocks."""
         if seq.status is Status.DECODING:
             self.decoding.remove(seq)
-            self._decodes_changed = True
+            self._decode_slots_cache = None
         else:
             self.prefilling.remove(seq)
             self._reserved_slots -= len(seq.followers)
@@ -473,6 +474,8 @@ class Scheduler:
         as there are tokens for in the step beside the sequences that they may not preempt.
         """
         policy = self.policy
+        if not policy.preempts or self.config.batching == "static" or self.isolated is not None:
+            return
         while (
             (self.decoding or self.prefilling)
             and (seq := policy.preemptor()) is not None
@@ -572,14 +575,16 @@ class Scheduler:
                 seq.token_ids.extend(run)
                 self._builder.last_token[seq.slot] = run[-1]
                 self.policy.on_tokens((seq,), (len(run),))
-        if self._suspects and scheduled.samples:
-            self._clear_suspect(scheduled.samples[0].owner)
+        if self._suspects and scheduled.samples and self.isolated is scheduled.samples[0].owner:
+            self._suspects.popleft()  # it has drawn a token in isolation: it is not at fault
+            self._requeue_all()
 
     def _commit_decodes(self, scheduled: Scheduled, runs: Items[Items[int]]) -> None:
         kv, decodes, drafts = self.kv, scheduled.decodes, scheduled.drafts
-        slots = self._builder.decode_slots
         drawn = runs[: len(decodes)]
-        if scheduled.stale:
+        if not scheduled.stale:
+            slots = self._decode_slots
+        else:
             alive = [index for index, seq in enumerate(decodes) if seq.slot >= 0]
             drawn = [drawn[index] for index in alive]
             drafts = drafts and [drafts[index] for index in alive]
@@ -633,7 +638,7 @@ class Scheduler:
         for begun in (seq, *followers):
             begun.status = Status.DECODING
             insort(self.decoding, begun, key=BY_ARRIVAL)
-        self._decodes_changed = True
+        self._decode_slots_cache = None
 
     # Finish
 
@@ -641,15 +646,9 @@ class Scheduler:
         """End a sequence in whatever state; return True if it was its request's last."""
         if seq.status is Status.FINISHED:
             return False
-        if seq.slot >= 0:
-            self._release(seq)
-            if self._scheduled is not None:
-                self._scheduled.stale = True
-        elif seq.status in (Status.WAITING, Status.FETCHING):
-            self.waiting.remove(seq)
-        elif seq.status is Status.PAUSED:
-            self.paused.remove(seq)
-        self.waiting.end_prefetch(seq)
+        if seq.slot >= 0 and self._scheduled is not None:
+            self._scheduled.stale = True
+        self._withdraw(seq)
         self._served.discard(seq)
         seq.status = Status.FINISHED
         record = seq.owner
@@ -660,6 +659,16 @@ class Scheduler:
         if not self.has_work():
             self.shedding.clear()
         return record.num_unfinished == 0
+
+    def _withdraw(self, seq: Sequence) -> None:
+        """Take a sequence from where it is: a slot, the queue, or those that are paused."""
+        if seq.slot >= 0:
+            self._release(seq)
+        elif seq.status in (Status.WAITING, Status.FETCHING):
+            self.waiting.remove(seq)
+        elif seq.status is Status.PAUSED:
+            self.paused.remove(seq)
+        self.waiting.end_prefetch(seq)
 
     def end(self, record: RequestRecord, reason: FinishReason) -> None:
         """End what is left of a request, whatever it is doing."""
@@ -690,17 +699,9 @@ class Scheduler:
         owners = {id(seq.owner): seq.owner for seq in scheduled.sequences}
         if len(owners) < 2 and scheduled.drafts is None:
             return False
-        for seq in self.decoding + self.prefilling:
-            self._requeue(seq)
+        self._requeue_all()
         self._isolate(owners.values())
         return True
-
-    def _clear_suspect(self, record: RequestRecord) -> None:
-        """Requeue a request that drew a token in isolation: it is not at fault."""
-        if self.isolated is record:
-            self._suspects.popleft()
-            for seq in self.decoding + self.prefilling:
-                self._requeue(seq)
 
     def start_over(self, records: Iterable[RequestRecord]) -> None:
         """Reset queue and cache after a failure that may have left them half done. Every unfinished
@@ -714,7 +715,7 @@ class Scheduler:
         self.decoding.clear()
         self.prefilling.clear()
         self.paused.clear()
-        self._decodes_changed = True
+        self._decode_slots_cache = None
         self._reserved_slots = self._to_join = 0
         self.waiting.clear()
         suspects = []
@@ -745,15 +746,14 @@ class Scheduler:
         )
         if not quiet or self.kv.connectors is not None or self._may_admit():
             return 0
-        self._update_decode_slots()
         limit = min(seq.num_to_come for seq in self.decoding) - 1
-        return self.kv.max_steps(self._builder.decode_slots, limit)
+        return self.kv.max_steps(self._decode_slots, limit)
 
     def _may_admit(self) -> bool:
         """Return whether a sequence may be admitted or dropped although none has left since the
         last step.
         """
-        if self.policy and self.shedding.is_asked:
+        if self.waiting and self.shedding.is_asked:
             return True
         if self.config.batching == "static":
             return self._to_join > 0
@@ -762,28 +762,27 @@ class Scheduler:
             return False
         if self.policy.preempts:
             return True
-        kv = self.kv
         if self._free_slots < 1 + len(head.followers):
             return False
-        if self._refused is None or any(group.window for group in kv.layout.groups):
-            return True  # windows give blocks back
-        refused, free = self._refused
-        return refused != head.order or kv.pool.num_free > free
+        windows = any(group.window for group in self.kv.layout.groups)  # they give blocks back
+        return windows or not self._is_refused(head)
 
-    def _update_decode_slots(self) -> None:
-        if self._decodes_changed:
-            self._builder.decode_slots = np.array(
-                [seq.slot for seq in self.decoding], dtype=np.int32
-            )
-            self._decodes_changed = False
+    @property
+    def _decode_slots(self) -> Int32:
+        """The slot of each decoding sequence. The array is made anew when these are others."""
+        slots = self._decode_slots_cache
+        if slots is None:
+            slots = np.array([seq.slot for seq in self.decoding], dtype=np.int32)
+            self._decode_slots_cache = slots
+        return slots
 
     def decode_positions(self) -> Int32:
         """Return the position of each decoding sequence."""
-        return self.kv.num_tokens[self._builder.decode_slots]
+        return self.kv.num_tokens[self._decode_slots]
 
     def leap(self, tokens: Int32) -> None:
         """Schedule and commit as many steady steps as ``tokens`` [decoding, steps] has columns."""
-        slots = self._builder.decode_slots
+        slots = self._decode_slots
         self.policy.on_tokens(self.decoding, repeat(tokens.shape[1]))
         for seq, run in zip(self.decoding, tokens, strict=True):
             seq.token_ids.frombytes(run.tobytes())

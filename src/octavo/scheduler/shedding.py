@@ -4,12 +4,14 @@ longer meet their target.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
+from typing import TYPE_CHECKING
 
-from octavo.scheduler.policies.config import PolicyConfig
-from octavo.scheduler.prompt_rates import PromptRates
 from octavo.scheduler.request import RequestRecord
+
+if TYPE_CHECKING:
+    from octavo.scheduler.scheduler import Scheduler
 
 _FEW = 64  # entries that may be over
 
@@ -30,22 +32,13 @@ class Shedding:
     requests for each that comes or goes.
     """
 
-    rates: PromptRates  # the scheduler sets it
-
-    def __init__(
-        self,
-        config: PolicyConfig,
-        num_missing: Callable[[RequestRecord], int],
-    ) -> None:
-        """``num_missing``: how many tokens are still to be computed before a request's first, as
-        the cache is now.
-        """
-        self._max_queue_time = config.max_queue_time
-        self._shed_late = config.shed_late
-        self._num_missing = num_missing
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._max_queue_time = scheduler.config.max_queue_time
+        self._shed_late = scheduler.config.shed_late
+        self._scheduler = scheduler
         self._entries: list[_Entry] = []
         self._num_alive = 0  # of these, when they were last counted
-        self._serial = 0
+        self._serial = count()
 
     @property
     def is_asked(self) -> bool:
@@ -56,12 +49,11 @@ class Shedding:
             self._push(record.arrival + self._max_queue_time, record, for_target=False)
         if self._shed_late and (due := record.first_token_due) is not None:
             # The cached prefix is looked up then: it may be another by that time.
-            seconds = self.rates.least_seconds(record.prompt_tokens)
+            seconds = self._scheduler.rates.least_seconds(record.prompt_tokens)
             self._push(due - seconds, record, for_target=True)
 
     def _push(self, at: float, record: RequestRecord, *, for_target: bool) -> None:
-        self._serial += 1
-        heappush(self._entries, (at, self._serial, record, for_target))
+        heappush(self._entries, (at, next(self._serial), record, for_target))
         if len(self._entries) > 2 * self._num_alive + _FEW:
             self._entries = [entry for entry in self._entries if not _is_over(entry)]
             heapify(self._entries)
@@ -85,8 +77,8 @@ class Shedding:
                         f"{self._max_queue_time:g} s"
                     )
                 else:
-                    missing = self._num_missing(record)
-                    at = due - self.rates.least_seconds(missing)
+                    missing = self._scheduler.missing_before_first(record)
+                    at = due - self._scheduler.rates.least_seconds(missing)
                     if at >= now:  # a part of it is computed, or cached
                         heapreplace(self._entries, (at, serial, record, True))
                         continue

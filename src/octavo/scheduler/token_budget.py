@@ -68,7 +68,7 @@ class TokenBudget:
         """``positions`` [sequences]: of the decoding sequences. ``predictor``: for the target."""
         self.tokens = config.max_num_batched_tokens - len(positions)
         self.rows = config.logits_rows - len(positions)
-        self._target = config.itl_target or 0.0
+        self._target = config.itl_target_s or 0.0
         self._predictor = predictor if self._target else None
         self._positions = positions
         self._limit: float | None = None  # seconds; None: not needed so far

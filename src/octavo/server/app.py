@@ -39,7 +39,7 @@ from octavo.server.errors import (
     is_fault_of_client,
     reason_of,
 )
-from octavo.server.hosts import Hosts
+from octavo.server.hosts import own_hosts
 from octavo.server.metrics import Metrics
 from octavo.server.model import ServedModel
 from octavo.server.protocol import json
@@ -97,7 +97,7 @@ class App:
         self.snapshot = SharedSnapshot(engine)
         self.routes = (*routes, *DOCS_ROUTES) if config.docs else tuple(routes)
         self._paths = {route.path: route for route in self.routes if not route.prefix}
-        self._hosts = Hosts(config)
+        self._is_own_host = own_hosts(config)
         self._accounts = accounts(config.keys, engine.fair_queue)
         self._trace = trace
         metrics.clients(self.clients, lambda: engine.unsent)
@@ -174,7 +174,7 @@ class App:
 
     def _misdirected(self, context: RequestContext) -> ApiError | None:
         host = context.headers.get(b"host")  # None: HTTP/1.0, which no browser speaks
-        if host is None or self._hosts.own(host.decode("latin-1")):
+        if host is None or self._is_own_host(host.decode("latin-1")):
             return None
         return ApiError(
             421,

@@ -11,7 +11,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from json.decoder import JSONArray  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
@@ -67,42 +67,55 @@ class Bodies:
             raise _too_long(self._limit)  # what comes of it is read away by the connection
         # Only what has come counts: nobody keeps others out by announcing a body. The first bytes
         # of each body have room of their own, so that large bodies keep no small one out.
-        self._check(max(0, size - SMALL), 0)
-        held = 0
-
-        def hold(size: int) -> None:
-            nonlocal held
-            small = min(SMALL, held + size) - min(SMALL, held)
-            self._check(size - small, small)
-            self.free -= size - small
-            self.free_small -= small
-            held += size
-
+        if size - SMALL > self.free:
+            raise _no_room()
+        held, more = 0, True
+        parts: list[bytes] = []
+        receiving = asyncio.timeout(_TIMEOUT)
+        self._receiving.add(receiving)
         try:
-            receiving = asyncio.timeout(_TIMEOUT)
-            self._receiving.add(receiving)
-            try:
-                async with receiving:
-                    body = await _received(receive, self._limit, hold)
-            except TimeoutError:
-                if self._draining:
-                    raise draining() from None
-                raise ApiError(
-                    408,
-                    f"the body did not come within {_TIMEOUT:g} s",
-                    headers={"Connection": "close"},
-                ) from None
-            finally:
-                self._receiving.discard(receiving)
+            async with receiving:
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    parts.append(message.get("body", b""))
+                    more = message.get("more_body", False)
+                    now = held + len(parts[-1])
+                    if now > self._limit:
+                        raise _too_long(self._limit)
+                    self._hold(held, now)
+                    held = now
+            self._receiving.discard(receiving)
+            body = b"".join(parts)
+            parts.clear()
             yield body
+        except TimeoutError:
+            if not receiving.expired():  # of the work on the body
+                raise
+            if self._draining:
+                raise draining() from None
+            raise ApiError(
+                408,
+                f"the body did not come within {_TIMEOUT:g} s",
+                headers={"Connection": "close"},
+            ) from None
         finally:
-            small = min(SMALL, held)
-            self.free += held - small
-            self.free_small += small
+            self._receiving.discard(receiving)
+            self._hold(held, 0)
 
-    def _check(self, large: int, small: int) -> None:
+    def _hold(self, before: int, now: int) -> None:
+        """Count ``now`` bytes of a body that had ``before``. Raises a 429 if there is no room."""
+        small = min(SMALL, now) - min(SMALL, before)
+        large = now - before - small
         if large > self.free or small > self.free_small:
-            raise too_many("too many bytes of request bodies are being read", None, "capacity")
+            raise _no_room()
+        self.free -= large
+        self.free_small -= small
+
+
+def _no_room() -> ApiError:
+    return too_many("too many bytes of request bodies are being read", None, "capacity")
 
 
 def _declared(headers: Mapping[bytes, bytes]) -> int:
@@ -122,23 +135,6 @@ def _declared(headers: Mapping[bytes, bytes]) -> int:
         )
     size = headers.get(b"content-length", b"")
     return int(size) if size.isdigit() else 0
-
-
-async def _received(receive: Receive, limit: int, hold: Callable[[int], None]) -> bytes:
-    parts: list[bytes] = []
-    read, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part = message.get("body", b"")
-        more = message.get("more_body", False)
-        read += len(part)
-        if read > limit:
-            raise _too_long(limit)
-        hold(len(part))
-        parts.append(part)
-    return b"".join(parts)
 
 
 def _too_long(limit: int) -> ApiError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from octavo.engine.outputs import Delta
 from octavo.sampling.params import InvalidParameter
 from octavo.server.config import ServeConfig
@@ -14,9 +16,8 @@ from octavo.server.protocol import (
     ChatRequest,
     json,
     read,
-    sampling_params,
 )
-from octavo.server.reply import Output, Reply, finish
+from octavo.server.reply import Reply, finish
 from octavo.server.request_prompts import chat_prompt
 
 
@@ -39,20 +40,8 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Reply:
     prompt = chat_prompt(model, request.messages, request)
     if max_tokens is None and (most := model.sampling_defaults.get("max_tokens")) is not None:
         max_tokens = model.fitting(most, len(prompt.token_ids))
-    params = sampling_params(
-        request,
-        model.sampling_defaults,
-        choices=n,
-        max_tokens=max_tokens,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-    )
-    reply = ChatReply(
-        model,
-        request,
-        [prompt],
-        logprobs=bool(request.logprobs),
-        force_usage=config.enable_force_include_usage,
-    )
+    reply = ChatReply(model, config, request, [prompt], logprobs=bool(request.logprobs))
+    params = reply.params(max_tokens, (request.top_logprobs or 0) if request.logprobs else None)
     reply.role = config.response_role
     if request.continue_final_message:
         reply.role = str(request.messages[-1]["role"])
@@ -102,29 +91,23 @@ class ChatReply(Reply):
             choice["token_ids"] = delta.token_ids
         return json.encode(choice)
 
-    def whole(self, outputs: list[Output]) -> bytes:
+    def whole_answer(self, outputs: list[Delta], **facts: Any) -> ChatCompletion:
         choices, show = [], self.display.chat_logprobs
         for index, output in enumerate(outputs):
             choice = ChatChoice(
                 index=index,
                 message=ChatMessage(role=self.role, content=output.text),
-                logprobs=show(output.logprobs) if self.wants_logprobs else None,
+                logprobs=show(output.logprobs or []) if self.wants_logprobs else None,
                 finish_reason=finish(output.finish_reason),
                 stop_reason=output.stop_reason,
             )
             if self.request.return_token_ids:
                 choice.token_ids = output.token_ids
             choices.append(choice)
-        answer = ChatCompletion(
-            id=self.id,
-            created=self.created,
-            model=self.model.name,
-            choices=choices,
-            usage=self.usage(),
-        )
+        answer = ChatCompletion(choices=choices, **facts)
         if self.request.return_token_ids:
             answer.prompt_token_ids = self.prompts[0].token_ids.tolist()
         for output in outputs:  # one of them has the prompt's
             if output.prompt_logprobs is not None:
                 answer.prompt_logprobs = self.display.prompt_logprobs(output.prompt_logprobs)
-        return json.encode(answer)
+        return answer

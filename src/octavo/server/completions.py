@@ -18,9 +18,8 @@ from octavo.server.protocol import (
     CompletionRequest,
     json,
     read,
-    sampling_params,
 )
-from octavo.server.reply import Output, Reply, finish
+from octavo.server.reply import Reply, finish
 from octavo.server.request_prompts import completion_prompts
 
 _DEFAULT_MAX_TOKENS = 16
@@ -45,22 +44,11 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Reply:
             400, f"{len(prompts)} prompts × n {n} is more than {config.max_choices} choices", "n"
         )
     request.prompt = ""  # the prompts have it now
-    reply = CompletionReply(
-        model,
-        request,
-        prompts,
-        logprobs=request.logprobs is not None,
-        force_usage=config.enable_force_include_usage,
-    )
+    logprobs = request.logprobs is not None
+    reply = CompletionReply(model, config, request, prompts, logprobs=logprobs)
     if request.echo:
         reply.echo_prompts()
-    params = sampling_params(
-        request,
-        model.sampling_defaults,
-        choices=len(prompts) * n,
-        max_tokens=request.max_tokens,
-        logprobs=request.logprobs,
-    )
+    params = reply.params(request.max_tokens, request.logprobs)
     if request.echo and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=request.logprobs)
     for index, prompt in enumerate(prompts):
@@ -105,24 +93,18 @@ class CompletionReply(Reply):
     def full_choice(self, index: int, delta: Delta) -> bytes:
         return json.encode(self._choice(index, delta, first=False))
 
-    def whole(self, outputs: list[Output]) -> bytes:
+    def whole_answer(self, outputs: list[Delta], **facts: Any) -> Completion:
         for index, output in enumerate(outputs):
             self._note_prompt_logprobs(index, output)
-        answer = Completion(
-            id=self.id,
-            created=self.created,
-            model=self.model.name,
-            choices=[self._choice(index, each, first=True) for index, each in enumerate(outputs)],
-            usage=self.usage(),
-        )
-        return json.encode(answer)
+        choices = [self._choice(index, each, first=True) for index, each in enumerate(outputs)]
+        return Completion(choices=choices, **facts)
 
-    def _note_prompt_logprobs(self, index: int, output: Output | Delta) -> None:
+    def _note_prompt_logprobs(self, index: int, output: Delta) -> None:
         """Keep what comes once a prompt, with its first delta, and belongs to all its choices."""
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[index // self.n] = output.prompt_logprobs
 
-    def _choice(self, index: int, output: Output | Delta, *, first: bool) -> CompletionChoice:
+    def _choice(self, index: int, output: Delta, *, first: bool) -> CompletionChoice:
         """Return a choice; ``first``: with what belongs to its prompt."""
         place = index // self.n
         text = output.text
@@ -145,7 +127,7 @@ class CompletionReply(Reply):
         return choice
 
     def _logprobs(
-        self, index: int, output: Output | Delta, prompt_logprobs: list[TokenLogprobs | None] | None
+        self, index: int, output: Delta, prompt_logprobs: list[TokenLogprobs | None] | None
     ) -> CompletionLogprobs | None:
         if not self.wants_logprobs:
             return None

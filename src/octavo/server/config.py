@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from octavo.scheduler.request import LatencyTarget
-from octavo.server.api_keys import SENDABLE, ApiKey, can_be_sent, check_distinct, unnamed
 from octavo.server.logs import FORMATS
+from octavo.settings import check, setting
+
+if TYPE_CHECKING:  # the command line reads the fields, and imports nothing heavy for them
+    from octavo.scheduler.request import LatencyTarget
+    from octavo.server.api_keys import ApiKey
 
 _ALLOWED_HOST = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*\.?|\[[0-9A-Fa-f:.]+\]", re.ASCII)
-LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,63 +24,80 @@ class ServeConfig:
     Raises `ValueError` naming the field.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free one, printed at start
-    uds: str | None = None  # a Unix socket's path; host and port are then not used
-    # Names that a Host header may have beside the server's own (hosts.py); "*.example.com": those
-    # below a name; "*": any.
-    allowed_hosts: tuple[str, ...] = ()
-    root_path: str = ""  # the path a proxy in front has stripped
-
-    api_key: tuple[str, ...] = ()  # any of them opens everything; none: no key is asked for
-    named_keys: tuple[ApiKey, ...] = ()  # the same, each with its name and limits
-    api_key_file: Path | None = None  # where they come from, for messages
-    share_prefix_cache: bool = False  # among all keys; else each named one has its own part of it
-    served_model_name: tuple[str, ...] = ()  # the first is the one answers carry
-    response_role: str = "assistant"
-    # Where the sampling defaults of requests come from: the model's own files ("auto"), nowhere
-    # ("vllm"), or a folder with a generation_config.json; and what replaces them.
-    generation_config: str = "auto"
-    override_generation_config: dict[str, Any] | None = None
-    control_tokens_in_content: bool = False  # or else they are text there (docs/serving.md)
+    # fmt: off
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8000, "Port to listen on; 0: any free one.", least=0, most=65535)
+    uds: str | None = setting(  # a path; host and port are then not used
+        None, "Listen on a Unix socket instead.", metavar="PATH")
+    api_key: tuple[str, ...] = setting(  # any of them opens everything; none: no key is asked for
+        (), "Serve only clients that send this key (repeatable).", envvar="OCTAVO_API_KEY")
+    api_key_file: Path | None = setting(  # where the named keys come from, for messages
+        None, "A JSON file of keys with names, weights, priorities, quotas and latency targets.",
+        metavar="FILE")
+    named_keys: tuple[ApiKey, ...] = ()  # keys, each with its name and limits
+    share_prefix_cache: bool = setting(False,
+        "Let all keys of --api-key-file share cached prefixes; else each has its own.",
+        flags=("--share-prefix-cache",))
+    # Of requests whose own and whose key's say nothing.
+    slo: LatencyTarget | None = setting(None,
+        "Latency in ms that requests are promised which name none: ttft=500,tpot=50,e2el=9000.",
+        metavar="KEY=MS,…")
+    admit_within_slo: bool = setting(False,
+        "Answer 429 at once to requests whose own latency target would be missed by prediction.",
+        flags=("--admit-within-slo",))
+    served_model_name: tuple[str, ...] = setting(  # the first is the one answers carry
+        (), "The model's name in the API (repeatable).", show_default="the model argument")
+    allowed_hosts: tuple[str, ...] = setting((),  # hosts.py
+        "Names that Host headers may have beside the server's own; *.example.com, * (repeatable or "
+        "a JSON list). Any where there are keys.")
+    root_path: str = setting("", "Path prefix that a proxy in front strips.")
+    generation_config: str = setting("auto",
+        "Sampling defaults of requests: auto (the model's own), vllm (none), or a folder with a "
+        "generation_config.json.", metavar="auto|vllm|DIR")
+    override_generation_config: dict[str, Any] | None = setting(None,
+        'Sampling defaults in place of those, as JSON: {"temperature": 0.6}.', parse="json_object",
+        metavar="JSON", show_default="none")
+    response_role: str = setting("assistant", "Role of the answers.")
+    control_tokens_in_content: bool = setting(False,  # or else they are text (docs/serving.md)
+        "Let the content of messages contain control tokens: whoever writes it can forge turns.",
+        flags=("--control-tokens-in-content",))
 
     # Browsers of other origins: none unless named, for a page on the web could else use a
     # server that its visitor runs on loopback.
-    allowed_origins: tuple[str, ...] = ()
-    allowed_methods: tuple[str, ...] = ("*",)
-    allowed_headers: tuple[str, ...] = ("*",)
-    allow_credentials: bool = False
+    allowed_origins: tuple[str, ...] = setting((), "CORS origins (repeatable or a JSON list).")
+    allowed_methods: tuple[str, ...] = setting(("*",), "CORS methods (the same).")
+    allowed_headers: tuple[str, ...] = setting(("*",), "CORS headers (the same).")
+    allow_credentials: bool = setting(False, "CORS: let browsers send credentials.")
 
-    max_request_bytes: int = 4 << 20
-    max_choices: int = 1024  # prompts × n of one request
-    enable_force_include_usage: bool = False
-    sse_keep_alive_interval: float = 0.0  # a comment line after so much silence; 0: none
-    slo: LatencyTarget | None = None  # of requests whose own and whose key's say nothing
-    admit_within_slo: bool = False  # refuse for now what would miss its own by prediction
-    stream_write_timeout: float = 60.0  # a client that takes nothing for so long is dropped
-    keep_alive_timeout: float = 75.0  # an idle connection is closed after so long
-    live_timeout: float = 60.0  # /live fails when one step takes longer
-    shutdown_timeout: float = 30.0  # running requests may finish for so long after SIGTERM
+    enable_force_include_usage: bool = setting(False, "End every stream with its usage.")
+    sse_keep_alive_interval: float = setting(0.0,
+        "Seconds of silence before a stream gets a comment line; 0: none.", least=0)
+    shutdown_timeout: float = setting(30.0,
+        "Seconds that running requests may take to finish after SIGTERM.", least=0)
+    max_request_bytes: int = setting(4 << 20, least=1)
+    max_choices: int = setting(1024, least=1)  # prompts × n of one request
+    # A client that takes nothing for so long is dropped.
+    stream_write_timeout: float = setting(60.0, above=0)
+    keep_alive_timeout: float = setting(75.0, above=0)  # an idle connection is closed after so long
+    live_timeout: float = setting(60.0, above=0)  # /live fails when one step takes longer
 
-    docs: bool = True  # /docs and /openapi.json
-    access_log: bool = True
-    access_log_format: str | None = None  # text or json; None: as log_format
-    log_format: str = "text"  # or json
-    log_level: str = "info"
-    otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector; None: no traces
+    docs: bool = setting(True, "No /docs and /openapi.json.", name="disable_fastapi_docs")
+    access_log: bool = setting(True, "No log line per request.", name="disable_uvicorn_access_log")
+    access_log_format: str | None = setting(None, "Log line per request: text or json.",
+        choices=FORMATS, metavar="FORMAT", show_default="as --log-format")
+    otlp_traces_endpoint: str | None = setting(  # None: no traces
+        None, "Send a trace of each generation to this OpenTelemetry collector: "
+        "http://HOST:4318/v1/traces. Needs opentelemetry-sdk.", metavar="URL")
+    log_format: str = setting("text", "Log lines: text or json.", choices=FORMATS, metavar="FORMAT")
+    log_level: str = setting("info", "debug, info, warning, error or critical.",
+        choices=("debug", "info", "warning", "error", "critical"), name="uvicorn_log_level",
+        metavar="LEVEL")
+    # fmt: on
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port is {self.port}, outside 0 to 65535")
-        for name in ("max_request_bytes", "max_choices"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, below 1")
-        for name in ("stream_write_timeout", "keep_alive_timeout", "live_timeout"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, not above 0")
-        for name in ("shutdown_timeout", "sse_keep_alive_interval"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, below 0")
+        from octavo.server.api_keys import SENDABLE, can_be_sent, check_distinct
+
+        check(self)
         if not all(map(can_be_sent, self.api_key)):
             raise ValueError(f"api_key is not {SENDABLE}")
         check_distinct(self.keys)
@@ -91,14 +110,6 @@ class ServeConfig:
             raise ValueError("response_role is empty")
         if self.root_path and not self.root_path.startswith("/"):
             raise ValueError(f"root_path is {self.root_path!r} and must start with /")
-        if self.log_level not in LOG_LEVELS:
-            raise ValueError(f"log_level is {self.log_level!r}, none of {', '.join(LOG_LEVELS)}")
-        if self.log_format not in FORMATS:
-            raise ValueError(f"log_format is {self.log_format!r}, neither text nor json")
-        if self.access_log_format not in (None, *FORMATS):
-            raise ValueError(
-                f"access_log_format is {self.access_log_format!r}, neither text nor json"
-            )
         if self.otlp_traces_endpoint is not None and not re.fullmatch(
             r"https?://[^/\s]+(/\S*)?", self.otlp_traces_endpoint
         ):
@@ -112,6 +123,8 @@ class ServeConfig:
     @property
     def keys(self) -> tuple[ApiKey, ...]:
         """All API keys; none: no key is asked for."""
+        from octavo.server.api_keys import unnamed
+
         keys = unnamed(self.api_key) + self.named_keys
         if self.share_prefix_cache:
             return tuple(replace(key, cache_salt="") for key in keys)

@@ -69,39 +69,6 @@ _BEGINNING = b"HTTP/1.1 "
 _BETWEEN = (0.05, 0.5, 2.0, 8.0, 30.0, 60.0, 120.0)  # seconds between its bytes
 
 
-class _Stop(Exception):
-    """The parser is to stop: an error to answer, or None where a request begins while another is
-    being answered.
-    """
-
-    def __init__(self, error: ApiError | None = None) -> None:
-        super().__init__()
-        self.error = error
-
-
-class _AnswerTransport:
-    """The transport as an answer sees it: what has been sent of its beginning is not sent again,
-    and to close it is to end the connection.
-    """
-
-    __slots__ = ("_connection",)
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def write(self, data: bytes) -> None:
-        connection = self._connection
-        if connection.begun:
-            data, connection.begun = data[connection.begun :], 0
-        connection.transport.write(data)
-
-    def close(self) -> None:
-        self._connection.end()
-
-    def is_closing(self) -> bool:
-        return self._connection.ending or self._connection.transport.is_closing()
-
-
 class Connection(HttpToolsProtocol):
     """One client's connection. At most one timer runs for what the client has to send, and one for
     what it has to take.
@@ -180,13 +147,15 @@ class Connection(HttpToolsProtocol):
             if self._offer:
                 again = self._head_without_offer() + bytes(data)[upgrade.args[0] :]
         except httptools.HttpParserError as error:
-            stop = error.__context__
-            if not isinstance(stop, _Stop):
+            refusal = error.__context__
+            if self._pipelined:
+                pass  # `on_message_begin` has stopped the parser: nothing of it is read
+            elif isinstance(refusal, ApiError):
+                log.warning("a request is refused: %.200s", refusal.message)
+                self.refuse(refusal)
+            else:
                 log.warning("a request is refused: it is not HTTP")
                 self.refuse(ApiError(400, "this is not an HTTP request"))
-            elif stop.error is not None:
-                log.warning("a request is refused: %.200s", stop.error.message)
-                self.refuse(stop.error)
         if again:  # not within the handling of an exception, which would be the next one's context
             self._feed(again)
 
@@ -208,7 +177,7 @@ class Connection(HttpToolsProtocol):
     def _find_out(self, times: int = 0) -> None:
         """Send a byte of the answer that is still to come, and another one later."""
         cycle = self.cycle
-        if self._answered or self.ending or self.transport.is_closing():
+        if self._answered or self.is_closing():
             return
         if not cycle.response_started:
             byte = _BEGINNING[self.begun : self.begun + 1]
@@ -224,7 +193,7 @@ class Connection(HttpToolsProtocol):
             self._pipelined = True
             self._unread = 0
             self.cycle.keep_alive = False
-            raise _Stop
+            raise RuntimeError("another request is being answered")
         super().on_message_begin()
         self._reading = "head"
         self._head_bytes = 0
@@ -236,7 +205,7 @@ class Connection(HttpToolsProtocol):
         if self._reading == "head":
             super().on_header(name, value.rstrip(b" \t"))
             if len(self.headers) > _MOST_HEADERS:
-                raise _bad_head(f"the request has more than {_MOST_HEADERS} headers", 431)
+                raise ApiError(431, f"the request has more than {_MOST_HEADERS} headers")
 
     def on_headers_complete(self) -> None:
         self._offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
@@ -247,7 +216,7 @@ class Connection(HttpToolsProtocol):
         self._reading = "body"
         self._beside = self._unread = self._chunks = 0
         self._stop_timer()
-        self.cycle.transport = cast(asyncio.Transport, _AnswerTransport(self))
+        self.cycle.transport = cast(asyncio.Transport, self)
         # A client that is answered before it got leave to send its body may send it or not: what
         # comes next is unknown until the body's first bytes.
         self._keep_alive = self.cycle.keep_alive
@@ -258,7 +227,7 @@ class Connection(HttpToolsProtocol):
     def on_chunk_header(self) -> None:
         self._chunks += 1
         if self._chunks > _FEW_CHUNKS:
-            raise _bad_head(f"the body's chunks have less than {_LEAST_CHUNK} bytes each")
+            raise ApiError(400, f"the body's chunks have less than {_LEAST_CHUNK} bytes each")
 
     def on_body(self, body: bytes) -> None:
         self._beside = 0
@@ -281,7 +250,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Replace uvicorn's, whose timer for idle connections any byte would stop."""
         self.server_state.total_requests += 1
-        if self.ending or self.transport.is_closing():
+        if self.is_closing():
             return
         self._clients.idle(self)
         self.flow.resume_reading()
@@ -321,11 +290,11 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _check_head(self) -> None:
-        """Raise `_Stop` for a head that a proxy in front may have read in another way."""
+        """Raise `ApiError` for a head that a proxy in front may have read in another way."""
         # RFC 9112, section 3.2.
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
-            raise _bad_head(f"the request has {len(hosts) or 'no'} Host headers: it needs one")
+            raise ApiError(400, f"the request has {len(hosts) or 'no'} Host headers: it needs one")
         if (absolute := _ABSOLUTE.match(self.url)) is not None:
             # The target's host is the request's, whatever the header says (section 3.2.2).
             hosts = [absolute[1]]
@@ -334,14 +303,14 @@ class Connection(HttpToolsProtocol):
                 *(header for header in self.headers if header[0] != b"host"),
             ]
         if hosts and not _HOST.fullmatch(hosts[0]):
-            raise _bad_head("the request's Host header is not a host and a port")
+            raise ApiError(400, "the request's Host header is not a host and a port")
         # RFC 9112, sections 6.1 and 6.3: where the last coding is another, nobody knows the end.
         coding = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")
         if coding and coding.lower() != b"chunked":
             last = coding.rpartition(b",")[2].strip().lower()
             said = coding.decode("latin-1")
             status = 501 if last == b"chunked" else 400
-            raise _bad_head(f"Transfer-Encoding: {said} is not supported, but chunked", status)
+            raise ApiError(status, f"Transfer-Encoding: {said} is not supported, but chunked")
 
     def _head_without_offer(self) -> bytes:
         lines = [
@@ -356,7 +325,7 @@ class Connection(HttpToolsProtocol):
 
         ``has_left``: nobody is there to read the answer.
         """
-        if self.ending or self.transport.is_closing():
+        if self.is_closing():
             return
         if self._reading == "body":
             if self.cycle.response_started:
@@ -378,7 +347,7 @@ class Connection(HttpToolsProtocol):
         lines += [f"{name.lower()}: {value}" for name, value in headers.items()]
         self.transport.write("\r\n".join((*lines, "", "")).encode() + body)
         self._reading = "head"  # whatever it is, it has no end
-        self.end()
+        self.close()
 
     def _expect_within(self, seconds: float) -> None:
         self._call_later(seconds, self._hang_up)
@@ -410,9 +379,20 @@ class Connection(HttpToolsProtocol):
         if not self.transport.is_closing() and not self.ending:
             self._stop_write_timer()
 
-    def end(self) -> None:
+    # The transport as an answer sees it
+
+    def write(self, data: bytes) -> None:
+        """Send more of the answer, but not again what has been sent of its beginning."""
+        if self.begun:
+            data, self.begun = data[self.begun :], 0
+        self.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self.ending or self.transport.is_closing()
+
+    def close(self) -> None:
         """Close the connection once what the client still sends has been read and dropped."""
-        if self.ending or self.transport.is_closing():
+        if self.is_closing():
             return
         if self._half_closed or not (self._reading or self._pipelined):
             self._hang_up()
@@ -473,10 +453,6 @@ class Connection(HttpToolsProtocol):
                 socket.SOL_SOCKET, socket.SO_LINGER, _RESET
             )
         self.transport.abort()
-
-
-def _bad_head(message: str, status: int = 400) -> _Stop:
-    return _Stop(ApiError(status, message))
 
 
 def _too_large(what: str, most: int) -> ApiError:

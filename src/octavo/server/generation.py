@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING
 from starlette.types import Receive, Send
 
 from octavo.engine.outputs import Delta
-from octavo.engine.stream import EngineDead, Stream
+from octavo.engine.stream import EngineDead, Stream, joined
 from octavo.sampling.params import InvalidParameter
 from octavo.scheduler.request import AdmissionError, FinishReason, LatencyTarget, RequestRecord
-from octavo.server.api_keys import ApiKey
 from octavo.server.config import ServeConfig
 from octavo.server.context import RequestContext
 from octavo.server.errors import ApiError, ClientGone, as_api_error, draining, too_many
 from octavo.server.model import ServedModel
 from octavo.server.protocol import RequestSlo
-from octavo.server.reply import Output, Reply
+from octavo.server.reply import Reply, size
 from octavo.server.streaming import MergedStream, Writer, send_whole
 from octavo.server.workers import SMALL, DisconnectWatch, Kind, work_on
 
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LARGE = 2000  # size of an answer beyond which writing it at once would hold up others' tokens
+_MOST_PARTS = 64  # of a choice: many small objects cost the garbage collector time
 DONE = b"data: [DONE]\n\n"
 # A body that asks for a latency of its own has one of these; letters may be written as escapes.
 _LATENCY = b'"slo"', rb"\u006", rb"\u007"
@@ -122,16 +122,16 @@ class GenerateCall:
         """Return the request, and why it can never be answered, if so. Runs in a worker thread."""
         reply = self._prepare(self._app.model, self._app.config, body)
         try:
-            self._on_terms(reply, self._key)
+            self._on_terms(reply)
             reply.requests = [self._engine.check(request) for request in reply.requests]
         except (ApiError, InvalidParameter, AdmissionError) as error:
             # Its traceback has the frame of the worker, who has what is returned.
             return reply, error.with_traceback(None)
         return reply, None
 
-    def _on_terms(self, reply: Reply, key: ApiKey | None) -> None:
+    def _on_terms(self, reply: Reply) -> None:
         """Give the requests their client, priority, cache salt and latency target."""
-        target = self._target(reply.request.slo)
+        key, target = self._key, self._target(reply.request.slo)
         for request in reply.requests:
             request.target = target
             if key is not None:
@@ -173,10 +173,15 @@ class GenerateCall:
             context.charge.of(context.records)
 
     async def _whole(self, reply: Reply, merged: MergedStream, watch: DisconnectWatch) -> None:
-        outputs = [Output() for _ in range(len(reply.prompts) * reply.n)]
+        deltas: list[list[Delta]] = [[] for _ in range(len(reply.prompts) * reply.n)]
         failure: ApiError | None = None
+        to_write = 0
         async for index, delta in merged:
-            outputs[index].add(delta)
+            parts = deltas[index]
+            parts.append(delta)
+            if len(parts) > _MOST_PARTS:
+                parts[:] = joined(parts)
+            to_write += size(delta)
             if failure is None and not watch.gone:
                 failure = self._failure(delta, reply.records[index // reply.n])
                 if failure is not None:
@@ -188,8 +193,8 @@ class GenerateCall:
                 raise failure
             finally:
                 del failure
-        large = sum(output.size for output in outputs) > _LARGE
-        body = await asyncio.to_thread(reply.whole, outputs) if large else reply.whole(outputs)
+        large = to_write > _LARGE
+        body = await asyncio.to_thread(reply.whole, deltas) if large else reply.whole(deltas)
         await send_whole(self._send, body)
 
     async def _stream(

@@ -11,47 +11,45 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from collections.abc import Callable
 
 from octavo.server.config import ServeConfig
 
 _AUTHORITY = re.compile(r"(\[[^\]]*\]|[^:]*)(?::[0-9]*)?")
 
 
-class Hosts:
-    """The hosts that belong to a server.
+def own_hosts(config: ServeConfig) -> Callable[[str], bool]:
+    """Return what tells whether a Host header names this server.
 
-    Without keys these are localhost, the address or name that ``config`` listens on, and the names
-    it allows; on loopback also loopback's addresses, elsewhere any address and this machine's name.
-    With keys, or on a Unix socket, a page can do nothing: any host is own unless some are allowed.
+    Without keys its names are localhost, the address or name that ``config`` listens on, and the
+    names it allows; on loopback also loopback's addresses, elsewhere any address and this machine's
+    name. With keys, or on a Unix socket, a page can do nothing: any host is own unless some are
+    allowed.
     """
+    own = _name(config.host)
+    allowed = [_name(each) for each in config.allowed_hosts]
+    if "*" in allowed or (not allowed and (config.keys or config.uds is not None)):
+        return lambda host: True
+    names = {"localhost", own, *allowed} - {""}
+    suffixes = (".localhost", *(each[1:] for each in allowed if each.startswith("*.")))
+    address = _address(own)
+    loopback = own.endswith(suffixes) or own == "localhost"
+    if address is not None:
+        loopback = address.is_loopback
+    if not loopback:
+        machine = _name(socket.gethostname())
+        short = machine.partition(".")[0]
+        names |= {machine, short, f"{short}.local"}
 
-    def __init__(self, config: ServeConfig) -> None:
-        own = _name(config.host)
-        allowed = [_name(each) for each in config.allowed_hosts]
-        self._any = "*" in allowed or (
-            not allowed and (bool(config.keys) or config.uds is not None)
-        )
-        self._names = {"localhost", own, *allowed} - {""}
-        self._suffixes = (".localhost", *(each[1:] for each in allowed if each.startswith("*.")))
-        address = _address(own)
-        self._loopback = own.endswith(self._suffixes) or own == "localhost"
-        if address is not None:
-            self._loopback = address.is_loopback
-        if not self._loopback:
-            machine = _name(socket.gethostname())
-            short = machine.partition(".")[0]
-            self._names |= {machine, short, f"{short}.local"}
-
-    def own(self, host: str) -> bool:
-        """Return whether a Host header names this server."""
-        if self._any:
-            return True
+    def is_own(host: str) -> bool:
         match = _AUTHORITY.fullmatch(host)
         name = "" if match is None else _name(match[1])
-        if name in self._names or name.endswith(self._suffixes):
+        if name in names or name.endswith(suffixes):
             return True
         address = _address(name)
-        return address is not None and (address.is_loopback or not self._loopback)
+        return address is not None and (address.is_loopback or not loopback)
+
+    return is_own
 
 
 def _name(host: str) -> str:

@@ -14,7 +14,8 @@ import threading
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
-from logging.handlers import QueueHandler, QueueListener
+from logging.handlers import QueueHandler
+from typing import TextIO
 
 FORMATS = ("text", "json")
 
@@ -28,7 +29,9 @@ def set_up_logging(level: str, server: str = "text", access: str | None = None) 
     """
     lines: queue.Queue[logging.LogRecord] = queue.Queue(_MOST)
     handler, requests = _Handler(lines, server), _Handler(lines, access or server)
-    QueueListener(lines, _Stderr(handler, requests)).start()  # type: ignore[arg-type]
+    threading.Thread(
+        target=_write, args=(sys.stderr, lines, handler, requests), daemon=True
+    ).start()
     warnings = max(logging.WARNING, logging.getLevelName(level.upper()))
     for name, its_handler, its_level in (
         ("octavo", handler, level.upper()),
@@ -96,22 +99,15 @@ class _Handler(QueueHandler):
             time.sleep(0.001)
 
 
-class _Stderr:
-    """Writes lines that are formatted, in the log's thread. It is no `logging.Handler`, because
-    `logging.shutdown` would wait for its lock while it waits for a reader.
+def _write(stream: TextIO, lines: queue.Queue[logging.LogRecord], *sources: _Handler) -> None:
+    """Write the lines of ``sources``, which have formatted them. Runs in the log's thread, under no
+    handler's lock, for which `logging.shutdown` would wait while this waits for a reader.
     """
-
-    def __init__(self, *sources: _Handler) -> None:
-        self._stream, self._sources = sys.stderr, sources
-
-    def handle(self, record: logging.LogRecord) -> None:
-        """Do all that `QueueListener` asks of a handler."""
-        self._write(record)
-        for source in self._sources:
-            if (told := source.told_of_dropped()) is not None:
-                self._write(told)
-
-    def _write(self, record: logging.LogRecord) -> None:
-        with suppress(Exception):  # there is no reader any more, or no stream
-            self._stream.write(f"{record.msg}\n")
-            self._stream.flush()
+    while True:
+        record = lines.get()
+        for line in (record, *(source.told_of_dropped() for source in sources)):
+            if line is not None:
+                with suppress(Exception):  # there is no reader any more, or no stream
+                    stream.write(f"{line.msg}\n")
+                    stream.flush()
+        lines.task_done()

@@ -96,18 +96,12 @@ class ServedModel:
     def _longest_token(self) -> int:
         """The most characters that one token stands for."""
         tokenizer = self.tokenizer
-        return max(
-            max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)),
-            max(
-                (
-                    len(tokenizer.token_text(token))
-                    for token in range(tokenizer.vocab_size)
-                    if tokenizer.is_special(token)
-                ),
-                default=1,
-            ),
-            1,
-        )
+
+        def length(token: int) -> int:
+            spelled = tokenizer.token_text(token) if tokenizer.is_special(token) else ""
+            return max(1, len(tokenizer.token_bytes(token)), len(spelled))
+
+        return max(map(length, range(tokenizer.vocab_size)))
 
     # Tokens as logprobs show them, remembered: the likely ones come again and again.
 

@@ -278,10 +278,7 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int] | None
 
 
-class ChatLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
+class ChatLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 

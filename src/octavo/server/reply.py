@@ -5,52 +5,26 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from octavo.engine.outputs import Delta, TokenLogprobs
+from octavo.engine.outputs import Delta
+from octavo.engine.stream import joined
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import FinishReason, Request, RequestRecord
+from octavo.server.config import ServeConfig
 from octavo.server.errors import ApiError
 from octavo.server.logprobs import TokenDisplay
 from octavo.server.model import ServedModel
-from octavo.server.protocol import Finish, GenerateRequest, Usage, json
+from octavo.server.protocol import (
+    ChatCompletion,
+    Completion,
+    Finish,
+    GenerateRequest,
+    Usage,
+    json,
+    sampling_params,
+)
 from octavo.server.request_prompts import Prompt
-
-
-class Output:
-    """One choice of an answer that is sent whole: a delta of all that came."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: str | int | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
-
-    def add(self, delta: Delta) -> None:
-        self._texts.append(delta.text)
-        self.token_ids += delta.token_ids
-        if delta.logprobs:
-            self.logprobs += delta.logprobs
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
-        if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
-            self.stop_reason = delta.stop_reason
-
-    @property
-    def size(self) -> int:
-        """About how much there is to write: each token's text, and each of its alternatives'."""
-        size = len(self._texts)
-        for entries in (self.logprobs, self.prompt_logprobs or ()):
-            if entries:
-                size += len(entries) * (2 + len(entries[-1].top if entries[-1] else ()))
-        return size
 
 
 class Reply(ABC):
@@ -63,11 +37,11 @@ class Reply(ABC):
     def __init__(
         self,
         model: ServedModel,
+        config: ServeConfig,
         request: GenerateRequest,
         prompts: list[Prompt],
         *,
         logprobs: bool,
-        force_usage: bool,
     ) -> None:
         """``logprobs``: whether the answer has them."""
         options = request.stream_options
@@ -86,7 +60,9 @@ class Reply(ABC):
         self.records: list[RequestRecord] = []  # the live ones, once submitted
         self.n = request.n or 1
         self.created = int(time.time())
-        self.include_usage = force_usage or bool(options and options.include_usage)
+        self.include_usage = config.enable_force_include_usage or bool(
+            options and options.include_usage
+        )
         self.wants_logprobs = logprobs
         self.display = TokenDisplay(
             model,
@@ -102,6 +78,16 @@ class Reply(ABC):
         facts = {"object": self.chunk_object, "created": self.created, "model": model.name}
         self._head = b"data: " + json.encode({"id": self.id} | facts)[:-1] + b',"choices":['
         self._usage = b',"usage":null' if self.include_usage else b""
+
+    def params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Return what the request and the model's defaults say. Raises `InvalidParameter`."""
+        return sampling_params(
+            self.request,
+            self.model.sampling_defaults,
+            choices=len(self.prompts) * self.n,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+        )
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, begun: bytes = b""
@@ -144,8 +130,15 @@ class Reply(ABC):
         """Return a choice that has begun with all that is known of it."""
 
     @abstractmethod
-    def whole(self, outputs: list[Output]) -> bytes:
-        """Return the body of an answer that is not streamed."""
+    def whole_answer(self, outputs: list[Delta], **facts: Any) -> Completion | ChatCompletion:
+        """Return an answer that is not streamed; ``outputs``: all of each choice."""
+
+    def whole(self, deltas: list[list[Delta]]) -> bytes:
+        """Return the body of an answer that is not streamed; ``deltas``: those of each choice."""
+        outputs = [joined(each)[0] for each in deltas]
+        name = self.model.name
+        facts = {"id": self.id, "created": self.created, "model": name, "usage": self.usage()}
+        return json.encode(self.whole_answer(outputs, **facts))
 
     def event(self, choice: bytes, extra: bytes = b"") -> bytes:
         """Return one choice's chunk; ``extra``: further members of the object, after a comma."""
@@ -177,3 +170,12 @@ def finish(reason: FinishReason | None) -> Finish | None:
     if reason is FinishReason.STOP:
         return "stop"
     return "length" if reason is FinishReason.LENGTH else None
+
+
+def size(delta: Delta) -> int:
+    """Return about how much there is to write: a text, and each token with its alternatives."""
+    size = 1
+    for entries in (delta.logprobs, delta.prompt_logprobs):
+        if entries:
+            size += len(entries) * (2 + len(entries[-1].top if entries[-1] else ()))
+    return size

@@ -15,8 +15,8 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,11 @@ import uvicorn
 
 from octavo import __version__
 from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.calibration import Calibration
+from octavo.engine.calibration import Calibration, Prediction
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import LoadedEngine
 from octavo.engine.sampling_defaults import sampling_defaults
+from octavo.engine.stream import EngineDead
 from octavo.scheduler.policies.config import POLICIES
 from octavo.server.api_keys import in_effect
 from octavo.server.app import App
@@ -64,10 +65,6 @@ _SEND_BUFFER = 256 << 10  # bytes that the system keeps for a client; Linux take
 _IDLE_BEFORE_PROBE_S = 30  # silence before TCP asks whether the peer still exists
 
 
-class EngineHangs(Exception):
-    """The engine did not stop in time."""
-
-
 class Server:
     """An engine and the application that serves it."""
 
@@ -81,7 +78,8 @@ class Server:
     ) -> None:
         """Run the engine and answer on ``listener`` until `drain` has ended.
 
-        ``ready`` is called when clients may connect. Raises `EngineHangs` if it does at the end.
+        ``ready`` is called when clients may connect. Raises `EngineDead` if the engine hangs at the
+        end.
         """
         await self.engine.start()
         try:
@@ -93,7 +91,7 @@ class Server:
                 async with asyncio.timeout(_STOP_TIMEOUT_S):
                     await self.engine.stop()
             except TimeoutError:
-                raise EngineHangs from None
+                raise EngineDead("the engine has not stopped in time") from None
 
     async def drain(self) -> None:
         """Refuse new requests, give the others ``shutdown_timeout`` to finish, and end `serve`."""
@@ -122,13 +120,13 @@ def build_server(
     config = replace(config, named_keys=named)
     for line in told:
         log.warning("%s", line)
-    defaults = sampling_defaults(
+    defaults, of_defaults = sampling_defaults(
         loaded.checkpoint, config.generation_config, config.override_generation_config
     )
     calibration = Calibration.of_engine(loaded)
     if calibration is not None:
         loaded.engine.step_times.calibrate(calibration.current, calibration.noise)
-    for line in (*loaded.report().splitlines(), _predictions(calibration), defaults.report()):
+    for line in (*loaded.report().splitlines(), _predictions(calibration), of_defaults):
         if line:
             log.info("%s", line)
     if named and loaded.config.enable_prefix_caching:
@@ -141,7 +139,7 @@ def build_server(
         chat_template=loaded.checkpoint.chat_template,
         max_model_len=loaded.max_model_len,
         root=utf8(public_name(model)),
-        sampling_defaults=defaults.values,
+        sampling_defaults=defaults,
         control_tokens_in_content=config.control_tokens_in_content,
     )
     engine = AsyncEngine(
@@ -162,7 +160,7 @@ def build_server(
         },
     )
     if calibration is not None:
-        prediction = calibration.prediction(loaded)
+        prediction = Prediction(loaded.engine, calibration.current)
         prediction.tell = metrics.predicting(lambda: prediction.ratio)
         engine.observe(prediction)
     trace = None
@@ -190,16 +188,9 @@ def _predictions(calibration: Calibration | None) -> str:
     return f"step times: predicted, as {calibration.standing}"
 
 
-class _HttpServer(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to the process, which drains before it stops."""
-        yield
-
-
 def http_server(app: App) -> uvicorn.Server:
     """Return uvicorn as it is used here."""
-    return _HttpServer(
+    server = uvicorn.Server(
         uvicorn.Config(
             app,
             http=cast(type[asyncio.Protocol], partial(Connection, app)),
@@ -213,6 +204,9 @@ def http_server(app: App) -> uvicorn.Server:
             timeout_graceful_shutdown=_LAST_BYTES_S,
         )
     )
+    # The signals are left to the process, which drains before it stops.
+    server.capture_signals = nullcontext  # type: ignore
+    return server
 
 
 def bind(config: ServeConfig) -> socket.socket:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -55,16 +56,24 @@ class _Exporter(OTLPSpanExporter):
         self._level: int | None = None  # of the library's logger, while that is hushed
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        complaints = _Complaints()
+        complaints: list[str] = []
+        thread = threading.get_ident()
+
+        def keep(record: logging.LogRecord) -> bool:
+            """Keep what this thread logs, and let none of it be written."""
+            if record.thread == thread:
+                complaints.append(record.getMessage())
+            return record.thread != thread
+
         logger = logging.getLogger(OTLPSpanExporter.__module__)
-        logger.addFilter(complaints)
+        logger.addFilter(keep)
         try:
             result = super().export(spans)
         except Exception as error:  # what the library does not turn into a failure
             result = SpanExportResult.FAILURE
-            complaints.first = complaints.first or f"{type(error).__name__}: {error}"
+            complaints.append(f"{type(error).__name__}: {error}")
         finally:
-            logger.removeFilter(complaints)
+            logger.removeFilter(keep)
         if result is SpanExportResult.SUCCESS:
             self._count("sent", len(spans))
             if self._lost is not None:
@@ -78,7 +87,7 @@ class _Exporter(OTLPSpanExporter):
             log.warning(
                 "traces: %s fails, and what it is sent is lost until it works again: %s",
                 self._where,
-                complaints.first.partition(", retrying in ")[0] or "no reason given",
+                complaints[0].partition(", retrying in ")[0] if complaints else "no reason given",
             )
             self.hush(True)
         self._lost += len(spans)
@@ -93,21 +102,6 @@ class _Exporter(OTLPSpanExporter):
         elif self._level is not None:
             logger.setLevel(self._level)
             self._level = None
-
-
-class _Complaints(logging.Filter):
-    """Remembers the first line that this thread logs, and lets none of them be written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = ""
-        self._thread = threading.get_ident()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.thread != self._thread:
-            return True
-        self.first = self.first or record.getMessage()
-        return False
 
 
 class Tracer:
@@ -210,25 +204,24 @@ def _children(context: RequestContext) -> Iterator[Child]:
 def _phases(record: RequestRecord, ended: float) -> Iterator[Child]:
     """Yield the phases that a request came to; the last may have ended with the request."""
     ended = ended if record.finished is None else record.finished
-    scheduled, first = record.scheduled, record.first_token
-    yield "queue", record.arrival, ended if scheduled is None else scheduled, {}
-    if scheduled is None:
-        return
-    prompt: Attributes = {
-        "gen_ai.usage.input_tokens": record.prompt_tokens,
-        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
-        "octavo.computed_tokens": record.prompt_tokens - record.cached_tokens,
+    phases: dict[str, Attributes] = {
+        "queue": {},
+        "prefill": {
+            "gen_ai.usage.input_tokens": record.prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+            "octavo.computed_tokens": record.prompt_tokens - record.cached_tokens,
+        },
+        "decode": {
+            "gen_ai.usage.output_tokens": record.completion_tokens,
+            "octavo.preemptions": record.preemptions,
+            "octavo.draft_tokens": record.draft_tokens,
+            "octavo.accepted_tokens": record.accepted_tokens,
+        },
     }
-    yield "prefill", scheduled, ended if first is None else first, prompt
-    if first is None:
-        return
-    output: Attributes = {
-        "gen_ai.usage.output_tokens": record.completion_tokens,
-        "octavo.preemptions": record.preemptions,
-        "octavo.draft_tokens": record.draft_tokens,
-        "octavo.accepted_tokens": record.accepted_tokens,
-    }
-    yield "decode", first, record.last_token or ended, output
+    times = (record.arrival, record.scheduled, record.first_token, record.last_token)
+    for (name, attributes), (start, end) in zip(phases.items(), pairwise(times), strict=True):
+        if start is not None:
+            yield name, start, ended if end is None else end, attributes
 
 
 _ASKED = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")

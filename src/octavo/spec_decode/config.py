@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 from octavo.loader.rounding import QUANTIZATIONS, is_known
@@ -16,25 +16,11 @@ from octavo.spec_decode.ngram import NgramDrafter
 from octavo.spec_decode.suffix import SuffixDrafter
 from octavo.strict_json import once
 
-# The fields that each method takes, beside those that all take.
-_COMMON = {"method", "acceptance_method", "num_speculative_tokens"}
-_OPTIONS = {
-    "draft_model": {"model", "quantization"},
-    "layer_skip": {"layers"},
-    "ngram": {"prompt_lookup_max", "prompt_lookup_min"},
-    "suffix": {"suffix_decoding_max_cached_requests", "suffix_decoding_alternatives"},
-    "medusa": {"model", "lookup", "suffix_decoding_max_cached_requests"},
-}
+# What ``model`` is for the methods that need one.
+_NEEDED_MODEL = {"draft_model": "one", "medusa": "the folder of the heads"}
+_METHODS = ("draft_model", "layer_skip", "ngram", "suffix", "medusa")
 # Methods whose drafters are made for a loaded model.
 _COMPUTING = frozenset({"draft_model", "layer_skip", "medusa"})
-# The range of each number.
-_RANGES = {
-    "num_speculative_tokens": (1, 64),
-    "prompt_lookup_max": (1, 15),
-    "prompt_lookup_min": (1, 15),
-    "suffix_decoding_max_cached_requests": (0, 1_000_000),
-    "suffix_decoding_alternatives": (0, 4),
-}
 
 
 def _fail(reason: str) -> NoReturn:
@@ -43,6 +29,15 @@ def _fail(reason: str) -> NoReturn:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _of(*methods: str, range: tuple[int, int] | None = None) -> Any:
+    """Return a field that only these methods take; (): all do."""
+    return field(default=None, metadata={"methods": methods or None, "range": range})
+
+
+def _number(low: int, high: int, *methods: str) -> Any:
+    return _of(*methods, range=(low, high))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,42 +50,45 @@ class SpeculativeConfig:
 
     method: str
     acceptance_method: str = "replay"  # or "rejection"
-    num_speculative_tokens: int | None = None  # pins the length of drafts; None: what pays most
-    model: str | None = None  # draft_model: name, path or hub id; medusa: the folder of the heads
-    prompt_lookup_max: int | None = None  # tokens of an n-gram; None: 4, or prompt_lookup_min
-    prompt_lookup_min: int | None = None  # None: 2, or prompt_lookup_max
-    suffix_decoding_max_cached_requests: int | None = None  # earlier answers; None: none
-    suffix_decoding_alternatives: int | None = None  # other guesses beside each draft; None: none
-    lookup: bool | None = None  # medusa: take the draft of `suffix` where likelier; None: yes
-    layers: Sequence[int] | None = None  # layer_skip: the layers that draft
-    quantization: str | None = None  # draft_model: rounds a float model while loading
+    # Pins the length of drafts; None: what pays most.
+    num_speculative_tokens: int | None = _number(1, 64)
+    # draft_model: name, path or hub id; medusa: the folder of the heads
+    model: str | None = _of("draft_model", "medusa")
+    # Tokens of an n-gram; None: 4, or prompt_lookup_min
+    prompt_lookup_max: int | None = _number(1, 15, "ngram")
+    prompt_lookup_min: int | None = _number(1, 15, "ngram")  # None: 2, or prompt_lookup_max
+    # Earlier answers; None: none
+    suffix_decoding_max_cached_requests: int | None = _number(0, 1_000_000, "suffix", "medusa")
+    # Other guesses beside each draft; None: none
+    suffix_decoding_alternatives: int | None = _number(0, 4, "suffix")
+    lookup: bool | None = _of("medusa")  # take the draft of `suffix` where likelier; None: yes
+    layers: Sequence[int] | None = _of("layer_skip")  # the layers that draft
+    quantization: str | None = _of("draft_model")  # rounds a float model while loading
 
     def __post_init__(self) -> None:
         method = self.method
         if not isinstance(method, str):
             _fail(f"method is {method!r}, not a name")
-        if method not in _OPTIONS and ":" not in method:
-            known = ", ".join(map(repr, _OPTIONS))
+        if method not in _METHODS and ":" not in method:
+            known = ", ".join(map(repr, _METHODS))
             _fail(f"method {method!r} is not one of {known} or a class, written as 'module:Class'")
         if self.acceptance_method not in ("replay", "rejection"):
             _fail(
                 f"acceptance_method is {self.acceptance_method!r}; it must be 'replay' or "
                 "'rejection'"
             )
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
+        for each in fields(self):
+            name, value, methods = each.name, getattr(self, each.name), each.metadata.get("methods")
             if value is None:
                 continue
-            if name not in _COMMON and name not in _OPTIONS.get(method, ()):
+            if methods is not None and method not in methods:
                 _fail(f"{name} has no part in method {method!r}")
-            if name in _RANGES:
-                low, high = _RANGES[name]
+            if (range := each.metadata.get("range")) is not None:
+                low, high = range
                 if not _is_int(value) or not low <= value <= high:
                     _fail(f"{name} is {value!r}; it must be an integer from {low} to {high}")
-        if method == "medusa" and not (isinstance(self.model, str) and self.model):
-            _fail(f"model is {self.model!r}; method 'medusa' needs the folder of the heads")
-        if method == "draft_model" and not (isinstance(self.model, str) and self.model):
-            _fail(f"model is {self.model!r}; method {method!r} needs one")
+        if method in _NEEDED_MODEL and not (isinstance(self.model, str) and self.model):
+            _fail(f"model is {self.model!r}; method {method!r} needs {_NEEDED_MODEL[method]}")
         if self.lookup is not None and not isinstance(self.lookup, bool):
             _fail(f"lookup is {self.lookup!r}, neither true nor false")
         if self.lookup is False and self.suffix_decoding_max_cached_requests is not None:
@@ -116,7 +114,7 @@ class SpeculativeConfig:
         if not isinstance(given, list | tuple) or not given:
             _fail(f"layers is {given!r}, not a list of numbers")
         for layer in given:
-            if not _is_int(layer) or layer < 0:
+            if type(layer) is not int or layer < 0:
                 _fail(f"layers has {layer!r}, which is no layer")
         object.__setattr__(self, "layers", tuple(sorted(given)))
 
@@ -132,7 +130,7 @@ class SpeculativeConfig:
                 raise ValueError(f"speculative_config is not JSON: {error}") from None
         if not isinstance(given, Mapping):
             raise ValueError(f"speculative_config is {given!r}, not an object")
-        known = [field.name for field in fields(cls)]
+        known = [each.name for each in fields(cls)]
         for name in given:
             if name not in known:
                 _fail(f"{name!r} is not supported; {', '.join(known)} are")
@@ -146,12 +144,7 @@ class SpeculativeConfig:
     def orders(self) -> tuple[int, int]:
         """Return the shortest and the longest n-gram looked up."""
         lowest, highest = self.prompt_lookup_min, self.prompt_lookup_max
-        if lowest is None and highest is None:
-            return 2, 4
-        if lowest is None or highest is None:
-            only = lowest or highest or 0
-            return only, only
-        return lowest, highest
+        return lowest or highest or 2, highest or lowest or 4
 
     @property
     def longest(self) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import octavo.loader
 from octavo.executor.base import check_weights
-from octavo.executor.registry import weight_bytes
+from octavo.executor.registry import executor_class
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader import pull
 from octavo.loader.base import Checkpoint
@@ -47,8 +47,9 @@ def read(
     if quantization is not None:
         checkpoint = rounded(checkpoint, quantization, threads)
     compute, source = program(checkpoint.config), str(checkpoint.path)
-    held = weight_bytes(executor, checkpoint.weights, compute, source, isa)
-    check_weights(compute, checkpoint.weights, source)
+    weights = checkpoint.weights
+    held = executor_class(executor).held_bytes(weights.values(), compute, source, isa)
+    check_weights(compute, weights, source)
     return DraftModel(checkpoint, compute, layout_of(checkpoint.config), held)
 
 

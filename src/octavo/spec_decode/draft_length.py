@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 from octavo.spec_decode import tuning
@@ -14,19 +14,6 @@ from octavo.spec_decode.times import SpeculationTimes
 Price = Callable[[int, int], float]
 
 
-def _sizes(
-    times: SpeculationTimes, num_sequences: int, num_tokens: int, most: int
-) -> Iterator[tuple[int, float]]:
-    """Yield step sizes with up to ``most`` draft tokens, and the seconds of such a step.
-
-    The tokens of prompts in the step are left out of the time: they are no reason for or against
-    a draft.
-    """
-    if num_tokens == num_sequences:
-        return times.sizes(num_tokens, num_tokens + most)
-    return times.sizes_beside_prompts(num_sequences, num_tokens, num_tokens + most)
-
-
 def could_pay(times: SpeculationTimes, num_sequences: int, num_tokens: int, most: int) -> bool:
     """Return whether ``most`` draft tokens or fewer could pay if all were accepted."""
     if not times.known:
@@ -34,7 +21,7 @@ def could_pay(times: SpeculationTimes, num_sequences: int, num_tokens: int, most
     least = tuning.LEAST_GAIN * num_sequences / times.predict(num_sequences)
     return any(
         num_sequences + size - num_tokens > least * seconds
-        for size, seconds in _sizes(times, num_sequences, num_tokens, most)
+        for size, seconds in times.sizes(num_sequences, num_tokens, num_tokens + most)
     )
 
 
@@ -76,7 +63,8 @@ def choose_lengths(
             longest = max(longest, lengths[sequence])
             made.append((len(lengths), longest))
     best, taken = tuning.LEAST_GAIN * len(gains) / times.predict(len(gains)), 0
-    for size, seconds in _sizes(times, len(gains), num_tokens, min(room, rows[-1])):
+    most = num_tokens + min(room, rows[-1])
+    for size, seconds in times.sizes(len(gains), num_tokens, most):
         fitting = bisect_right(rows, size - num_tokens) - 1
         if price is not None:
             seconds += price(*made[fitting])

@@ -6,7 +6,7 @@ Leviathan et al., "Fast inference from transformers via speculative decoding", 2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,27 +29,18 @@ def needed_blocks(layout: KvLayout, num_tokens: int) -> int:
     return peak_blocks(layout, num_tokens) + len(layout.groups)
 
 
+@dataclass(slots=True, eq=False)
 class _DraftCache:
     """A sequence's slot in the draft model's cache. The tokens that the cache counts are the
     sequence's own.
     """
 
-    __slots__ = ("drafted", "slot", "used")
-
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
-        self.drafted: list[int] = []  # written behind the sequence's tokens, right or wrong
-        self.used = 0  # the last step it took part in
-
-
-class _Span(NamedTuple):
-    """Tokens of a sequence for the first pass, and how many to draft behind them."""
-
     seq: Seq
-    cache: _DraftCache
-    start: int
-    size: int
-    most: int
+    slot: int
+    drafted: list[int] = field(default_factory=list)  # behind the sequence's, right or wrong
+    used: int = 0  # the last step it took part in
+    size: int = 0  # tokens of the sequence for that step's first pass …
+    most: int = 0  # … and how many to draft behind them
 
 
 class DraftModelDrafter(ModelDrafter):
@@ -97,17 +88,17 @@ class DraftModelDrafter(ModelDrafter):
         self._step += 1
         for seq in [seq for seq in self._caches if seq.status is not Status.DECODING]:
             self._drop(seq)
-        spans = self._plan(decoding, counts)
-        if not spans:
+        caches = self._plan(decoding, counts)
+        if not caches:
             return [NO_DRAFT] * len(decoding)
-        result = self._executor.execute(self._first_batch(spans))
-        for seq, cache, _, size, _ in spans:
-            self.kv.advance(cache.slot, size)
-            self.kv.register(cache.slot, seq.token_ids)
+        result = self._executor.execute(self._first_batch(caches))
+        for cache in caches:
+            self.kv.advance(cache.slot, cache.size)
+            self.kv.register(cache.slot, cache.seq.token_ids)
         drafts = {
-            span.seq: PartialDraft.begin(span.seq, span.most, probabilities=self._rejection)
-            for span in spans
-            if span.most
+            cache.seq: PartialDraft.begin(cache.seq, cache.most, probabilities=self._rejection)
+            for cache in caches
+            if cache.most
         }
         going = list(drafts.values())
         passes = 0
@@ -121,9 +112,9 @@ class DraftModelDrafter(ModelDrafter):
             passes += 1
         return [drafts[seq].draft() if seq in drafts else NO_DRAFT for seq in decoding]
 
-    def _plan(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[_Span]:
+    def _plan(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[_DraftCache]:
         """Return who takes part: first those that lack few tokens, then texts to be read."""
-        spans: list[_Span] = []
+        taking: list[_DraftCache] = []
         behind: list[tuple[int, int, Seq, int]] = []  # tokens missing, order, sequence, count
         left = self._executor.max_tokens
         for seq, count in zip(decoding, counts, strict=True):
@@ -132,16 +123,16 @@ class DraftModelDrafter(ModelDrafter):
                 continue
             cache = self._caches.get(seq)
             if cache is not None:
-                self._settle(seq, cache)
+                self._settle(cache)
             missing = self._missing(seq)
             if cache is None or missing > tuning.DRAFT_MODEL_FEW_TOKENS:
                 behind.append((missing, len(behind), seq, most))
             elif missing <= left and self._make_room(cache, missing):
-                spans.append(self._span(seq, cache, missing, most))
+                taking.append(self._take(cache, missing, most))
                 left -= missing
         left = min(left, tuning.DRAFT_MODEL_READING_TOKENS)
         reading: set[RequestRecord] = set()  # its other choices find what this one leaves
-        for missing, _, seq, most in sorted(behind):  # a long text keeps nobody waiting
+        for _, _, seq, most in sorted(behind):  # a long text keeps nobody waiting
             cache = self._caches.get(seq)
             if left < 1 or (cache is None and seq.owner in reading):
                 continue
@@ -152,45 +143,49 @@ class DraftModelDrafter(ModelDrafter):
             missing = self._missing(seq)
             size = min(missing, left, self.kv.capacity(cache.slot))
             if size >= 1:
-                spans.append(self._span(seq, cache, size, most if size == missing else 0))
+                taking.append(self._take(cache, size, most if size == missing else 0))
                 left -= size
         if reading or self._step % tuning.DRAFT_MODEL_IDLE_STEPS == 0:
             self._found.clear()  # others may find more, or what they found is gone
-        return spans
+        return taking
 
-    def _span(self, seq: Seq, cache: _DraftCache, size: int, most: int) -> _Span:
+    def _take(self, cache: _DraftCache, size: int, most: int) -> _DraftCache:
         """Reserve places for ``size`` tokens and, as far as there is room, a draft behind them."""
-        most = min(most, 1 + self.kv.capacity(cache.slot) - size)
-        self.kv.reserve(cache.slot, size + max(0, most - 1))
-        cache.used = self._step
-        return _Span(seq, cache, int(self.kv.num_tokens[cache.slot]), size, most)
+        cache.used, cache.size = self._step, size
+        cache.most = min(most, 1 + self.kv.capacity(cache.slot) - size)
+        self.kv.reserve(cache.slot, size + max(0, cache.most - 1))
+        return cache
 
-    def _first_batch(self, spans: list[_Span]) -> Batch:
+    def _first_batch(self, caches: list[_DraftCache]) -> Batch:
         """Return the first pass, with logits behind each text that is complete."""
-        offsets = np.cumsum([0, *(span.size for span in spans)], dtype=np.int32)
-        tokens = [span.seq.token_ids[span.start : span.start + span.size] for span in spans]
-        positions = [np.arange(span.start, span.start + span.size) for span in spans]
+        offsets = np.cumsum([0, *(cache.size for cache in caches)], dtype=np.int32)
+        slots = np.array([cache.slot for cache in caches], np.int32)
+        tokens, positions = [], []
+        for cache, start in zip(caches, self.kv.num_tokens[slots].tolist(), strict=True):
+            end = start + cache.size
+            tokens.append(cache.seq.token_ids[start:end])
+            positions.append(np.arange(start, end))
         return Batch(
             np.concatenate(tokens, dtype=np.int32),
             np.concatenate(positions, dtype=np.int32),
             offsets,
-            np.array([span.cache.slot for span in spans], np.int32),
+            slots,
             self.kv.tables,
-            (offsets[1:] - 1)[[span.most > 0 for span in spans]],
+            (offsets[1:] - 1)[[cache.most > 0 for cache in caches]],
             self.kv.take_copies(),
         )
 
     # The cache
 
-    def _settle(self, seq: Seq, cache: _DraftCache) -> None:
+    def _settle(self, cache: _DraftCache) -> None:
         """Keep the tokens drafted last that became output; the others will be overwritten."""
         start = int(self.kv.num_tokens[cache.slot])
         # The sequence's last token is always computed, for its logits.
-        right = agreement(cache.drafted, seq.token_ids[start:-1])
+        right = agreement(cache.drafted, cache.seq.token_ids[start:-1])
         cache.drafted.clear()
         self.kv.advance(cache.slot, right)
         self.kv.trim(cache.slot)
-        self.kv.register(cache.slot, seq.token_ids)
+        self.kv.register(cache.slot, cache.seq.token_ids)
 
     def _open(self, seq: Seq) -> _DraftCache | None:
         """Open a slot for a text if it fits beside the others, except those unused for long."""
@@ -206,7 +201,7 @@ class DraftModelDrafter(ModelDrafter):
                 return None
             self._drop(idle)
         self._found.pop(seq, None)
-        cache = self._caches[seq] = _DraftCache(kv.open(hit, salt))
+        cache = self._caches[seq] = _DraftCache(seq, kv.open(hit, salt))
         return cache
 
     def _make_room(self, cache: _DraftCache, count: int) -> bool:

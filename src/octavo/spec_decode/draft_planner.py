@@ -76,16 +76,12 @@ class DraftPlanner:
         to read.
         """
         length = tuning.TRIAL_TOKENS if self._warm else 1
-        unread = [missing for missing, count in zip(self._unread, most, strict=True) if count]
-        least = min(unread)
-        counts = [
-            min(length, count) if missing == least else 0
-            for missing, count in zip(self._unread, most, strict=True)
-        ]
-        if least:
-            at = next(at for at, count in enumerate(counts) if count)
-            counts = [count if at == index else 0 for index, count in enumerate(counts)]
-        return within(counts, room)
+        possible = [at for at, count in enumerate(most) if count]
+        tried = [at for at in possible if not self._unread[at]]
+        tried = tried or [min(possible, key=self._unread.__getitem__)]
+        return within(
+            [min(length, count) if at in tried else 0 for at, count in enumerate(most)], room
+        )
 
     def _trial_seconds(self, counts: Sequence[int]) -> float:
         """Return what a trial takes. After a pause nothing has been begun."""

@@ -6,7 +6,7 @@ A user's own drafter is one class with the four methods of `Drafter`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from octavo.executor.base import Executor, StepResult
 from octavo.loader.base import Checkpoint
@@ -42,7 +42,6 @@ class Draft(NamedTuple):
 NO_DRAFT = Draft(())
 
 
-@runtime_checkable
 class Drafter(Protocol):
     """Drafts from the text alone, for all decoding sequences of a step at once.
 

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from octavo.loader.base import Checkpoint, CheckpointError, Weight, WeightFormat
+from octavo.loader.base import Checkpoint, CheckpointError, Weight
 from octavo.loader.bind import vector
+from octavo.loader.dequantize import dequantize
 from octavo.loader.files import json_object, read_file
 from octavo.loader.safetensors import SafetensorsFile
 
@@ -176,7 +177,7 @@ def _read_tensors(
             continue
         weight = file.weight(name)
         weights[name] = weight if len(shape) > 1 else vector(weight)
-        if not np.isfinite(floats(weights[name])).all():
+        if not np.isfinite(dequantize(weights[name])).all():
             file.fail(f"tensor {name!r} has an element that is no number")
     tokens = file.array("token_map", ("I32", "I64"))
     if tokens[0] < 0 or tokens[-1] >= vocab_size or (np.diff(tokens) <= 0).any():
@@ -184,12 +185,3 @@ def _read_tensors(
             f"tensor 'token_map' is not an ascending list of tokens from 0 to {vocab_size - 1}"
         )
     return weights, tokens.astype(np.int32)
-
-
-def floats(weight: Weight) -> npt.NDArray[np.float32]:
-    """Return the numbers of a weight in F32, F16 or BF16."""
-    if weight.format is WeightFormat.BF16:
-        bits = weight.data.view("<u2").astype(np.uint32) << np.uint32(16)
-        return bits.view(np.float32)
-    kind = "<f4" if weight.format is WeightFormat.F32 else "<f2"
-    return weight.data.view(kind).astype(np.float32)

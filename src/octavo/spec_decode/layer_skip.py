@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from octavo.executor.base import StepResult
 from octavo.kv_cache.cache import NO_COPIES
 from octavo.models.program import Program
 from octavo.models.subset import keep_layers
@@ -41,6 +40,7 @@ class LayerSkipDrafter(ModelDrafter):
         kv = self._kv
         drafts: dict[Seq, PartialDraft] = {}
         held: dict[int, int] = {}  # blocks, by slot
+        copies = NO_COPIES
         try:
             for seq, count in zip(decoding, counts, strict=True):
                 # The token behind the draft needs a place, too, when it is verified.
@@ -51,33 +51,26 @@ class LayerSkipDrafter(ModelDrafter):
                 kv.reserve(seq.slot, most)
                 drafts[seq] = PartialDraft.begin(seq, most, probabilities=self._rejection)
             going, passes = [*drafts.values()], 0
+            if going:
+                # Blocks that this step still has to copy or load may be read and written.
+                if kv.connectors is not None:
+                    kv.connectors.transfer()
+                copies = kv.take_copies()
             while going:
-                going = extend(self._sampler, self._execute(going, passes), going)
+                slots = np.array([draft.seq.slot for draft in going], np.int32)
+                batch = next_batch(going, slots, passes, kv, copies)
+                result = self._executor.execute(batch, self._program)
+                copies = NO_COPIES
+                going = extend(self._sampler, result, going)
                 passes += 1
         finally:
+            # Where nothing has run, the copies are still to be made.
+            kv.copies[:0] = [(source, to) for source, to in copies.tolist()]
             for slot, num_blocks in held.items():
                 if kv.num_blocks[slot] != num_blocks:
                     kv.trim(slot)
                     kv.reserve(slot, 1)  # the next token's place, as it was
         return [drafts[seq].draft() if seq in drafts else NO_DRAFT for seq in decoding]
-
-    def _execute(self, going: list[PartialDraft], passes: int) -> StepResult:
-        kv = self._kv
-        slots = np.array([draft.seq.slot for draft in going], np.int32)
-        copies = NO_COPIES
-        if not passes:
-            # Blocks that are still to be copied or loaded for this step may be read and written.
-            if kv.connectors is not None:
-                kv.connectors.transfer()
-            copies = kv.take_copies()
-        try:
-            return self._executor.execute(
-                next_batch(going, slots, passes, kv, copies), self._program
-            )
-        except Exception:
-            # Nothing has run, so the copies are still to be made.
-            kv.copies[:0] = [(source, to) for source, to in copies.tolist()]
-            raise
 
 
 def subset(target: Program, layers: Sequence[int]) -> Program:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from itertools import count
 
@@ -16,11 +15,10 @@ class Lookup:
     """Calls a `Drafter` with numbers and copies of tokens. Raises whatever the drafter raises."""
 
     def __init__(self, drafter: Drafter, now: Callable[[], float] = time.perf_counter) -> None:
-        self.numbers: dict[Seq, int] = {}
+        self.texts: dict[Seq, tuple[int, int]] = {}  # number, and tokens that the drafter has seen
         self.reading_seconds = 0.0  # of the last `propose`, for texts that were new
         self.behind = False  # a text has not been given completely
         self._drafter = drafter
-        self._given: dict[Seq, int] = {}  # tokens that the drafter has seen
         self._next_number = count()
         self._now = now
 
@@ -31,41 +29,41 @@ class Lookup:
         asked: dict[int, int] = {}  # the count by number
         for seq, most in zip(decoding, counts, strict=True):
             left -= self._give(seq, left)
-            if self._given[seq]:
-                complete = self._given[seq] == len(seq.token_ids)
-                asked[self.numbers[seq]] = most if complete else 0
+            number, given = self.texts[seq]
+            if given:
+                asked[number] = most if given == len(seq.token_ids) else 0
         self.behind = left <= 0
         answers = self._drafter.propose([*asked], [*asked.values()])
         if len(answers) != len(asked):
             raise ValueError(f"{len(answers)} drafts for {len(asked)} sequences")
         drafts = dict(zip(asked, answers, strict=True))
         return [
-            drafts[number] if asked.get(number := self.numbers[seq]) else NO_DRAFT
+            drafts[number] if asked.get(number := self.texts[seq][0]) else NO_DRAFT
             for seq in decoding
         ]
 
     def _give(self, seq: Seq, most: int) -> int:
         """Give the drafter copies of up to ``most`` tokens it has not seen; return how many."""
-        given = self._given.setdefault(seq, 0)
-        if seq not in self.numbers:
-            self.numbers[seq] = next(self._next_number)
-        tokens: array[int] = seq.token_ids[given : given + max(0, most)]
+        if seq not in self.texts:
+            self.texts[seq] = next(self._next_number), 0
+        number, given = self.texts[seq]
+        tokens = seq.token_ids[given : given + max(0, most)]
         if not tokens:
             return 0
         before = self._now()
         if given:
-            self._drafter.extend(self.numbers[seq], tokens)
+            self._drafter.extend(number, tokens)
         else:
-            self._drafter.start(self.numbers[seq], tokens, seq.owner.cache_salt)
+            self._drafter.start(number, tokens, seq.owner.cache_salt)
         if len(tokens) > tuning.NEW_TEXT_TOKENS:
             self.reading_seconds += self._now() - before
-        self._given[seq] += len(tokens)
+        self.texts[seq] = number, given + len(tokens)
         return len(tokens)
 
     def end(self, seq: Seq, num_cut: int) -> None:
         """End a sequence whose last ``num_cut`` tokens did not become output."""
-        number, given = self.numbers.pop(seq, None), self._given.pop(seq, 0)
-        if number is None or not given:
+        number, given = self.texts.pop(seq, (0, 0))
+        if not given:
             return
         rest = seq.token_ids[given : len(seq.token_ids) - num_cut]
         if 0 < len(rest) <= tuning.NEW_TEXT_TOKENS:

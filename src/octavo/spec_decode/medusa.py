@@ -31,6 +31,7 @@ from octavo.models.program import (
     Logits,
     Op,
     Program,
+    Shapes,
 )
 from octavo.sampling.params import MIN_TEMPERATURE
 from octavo.sampling.sampler import Sampler
@@ -50,7 +51,9 @@ def head_weights(heads: Heads, checkpoint: Checkpoint, threads: int = 1) -> dict
     """Return by role all that the heads add to the target's weights: their matrices rounded to 8
     bits, and the chosen rows of the logits matrix unchanged.
     """
-    given = {_role(name): weight for name, weight in heads.weights.items()}
+    given = {
+        f"medusa.{name.removesuffix('.weight')}": weight for name, weight in heads.weights.items()
+    }
     weights = rounded(replace(checkpoint, path=heads.path, weights=given), "int8", threads).weights
     weights[_LOGITS] = _rows_of(checkpoint.weights[checkpoint.config.head], heads.token_map)
     return weights
@@ -60,17 +63,14 @@ def head_programs(heads: Heads, target: Program) -> list[Program]:
     """Return the Programs from hidden rows to logits of ``token_map``: one per head, or the one of
     the recurrent head, which takes tokens too.
     """
-    last, width = target.ops[-1], target.config.hidden_size
+    config, last = target.config, target.ops[-1]
     assert isinstance(last, Logits)
-    shapes = {_role(name): weight.shape for name, weight in heads.weights.items()}
+    width = config.hidden_size
+    widths, parts = {"x": width, "h": width}, list[list[Op]]()
     if heads.recurrent:
-        (inner, _), embed = (
-            heads.weights["gate.weight"].shape,
-            next(op for op in target.ops if isinstance(op, Embed)),
-        )
-        shapes[embed.weight] = target.weights[embed.weight]
-        names = ("gate", "up", "skip")
-        parts: list[list[Op]] = [
+        inner, names = heads.weights["gate.weight"].shape[0], ("gate", "up", "skip")
+        embed = next(op for op in target.ops if isinstance(op, Embed))
+        parts.append(
             [
                 Embed(embed.weight, "e", embed.scale),
                 Linear("x", "medusa.gate", "gate"),
@@ -82,37 +82,27 @@ def head_programs(heads: Heads, target: Program) -> list[Program]:
                 Linear("gate", "medusa.down", "h"),
                 Add("skip", "h", "x"),
             ]
-        ]
-        widths = dict.fromkeys(("gate", "gate_token", "up", "up_token"), inner)
-        widths |= dict.fromkeys(("x", "e", "skip", "skip_token", "h"), width)
-    else:
-        widths = {"x": width, "h": width}
-        parts = []
-        for head in range(heads.num_heads):
-            parts.append([])
-            for layer in range(heads.num_layers):
-                role = f"medusa.blocks.{head}.layers.{layer}"
-                bias = f"{role}.bias" if f"{role}.bias" in shapes else None
-                parts[-1] += [
-                    Linear("x", role, "h", bias),
-                    Activate("h", "h", Activation.SILU),
-                    Add("x", "h", "x"),
-                ]
+        )
+        widths |= dict.fromkeys(("gate", "gate_token", "up", "up_token"), inner)
+        widths |= dict.fromkeys(("e", "skip", "skip_token"), width)
+    for head in range(0 if heads.recurrent else heads.num_heads):
+        parts.append([])
+        for layer in range(heads.num_layers):
+            name = f"blocks.{head}.layers.{layer}"
+            bias = f"medusa.{name}.bias" if f"{name}.bias" in heads.weights else None
+            parts[-1] += [
+                Linear("x", f"medusa.{name}", "h", bias),
+                Activate("h", "h", Activation.SILU),
+                Add("x", "h", "x"),
+            ]
     programs = []
     for ops in parts:
-        roles = {
-            role for op in ops for role in (getattr(op, "weight", None), getattr(op, "bias", None))
-        }
-        weights = {role: shape for role, shape in shapes.items() if role in roles}
-        weights[_LOGITS] = (len(heads.token_map), width)
+        weights: Shapes = {_LOGITS: (len(heads.token_map), width)}
+        for op in ops:
+            weights |= op.weight_shapes(widths, config)
         whole = Input("x"), *ops, Logits("x", _LOGITS, last.softcap)
-        programs.append(Program(target.config, whole, widths, weights))
+        programs.append(Program(config, whole, widths, weights))
     return programs
-
-
-def _role(name: str) -> str:
-    """Return the role of a head's tensor."""
-    return f"medusa.{name.removesuffix('.weight')}"
 
 
 def _rows_of(matrix: Weight, rows: npt.NDArray[np.int32]) -> Weight:
@@ -155,16 +145,14 @@ class MedusaDrafter(ModelDrafter):
     def __init__(self, heads: Heads, target: Target) -> None:
         executor = target.executor
         weights = head_weights(heads, target.checkpoint, executor.threads)
-        self._recurrent = heads.recurrent
+        self._heads = heads
         self._programs = []
         for program in head_programs(heads, target.program):
             own = {role: weights.pop(role) for role in program.weights if role in weights}
             number = executor.add_program(
-                program, own, keep_hidden=self._recurrent, ids=heads.token_map.tolist()
+                program, own, keep_hidden=heads.recurrent, ids=heads.token_map.tolist()
             )
             self._programs.append(number)
-        self._num_heads = heads.num_heads
-        self._token_map = heads.token_map
         self._vocab_size = target.checkpoint.config.vocab_size
         self._executor = executor
         self._sampler = target.sampler
@@ -194,10 +182,7 @@ class MedusaDrafter(ModelDrafter):
         """Begin the next drafts of those who drafted, unless others may want drafts too."""
         counts = self._counts
         self.observe(scheduled, result, runs)
-        if result.hidden is None:
-            return
-        seqs: dict[Seq, int] = {}
-        most: list[int] = []
+        most: dict[Seq, int] = {}
         tokens: list[int] = []
         for seq, run in zip(scheduled.samples, runs, strict=True):
             left = seq.num_to_come - len(run) - 1  # beside the token that is drawn in any case
@@ -205,35 +190,59 @@ class MedusaDrafter(ModelDrafter):
                 continue
             if seq not in counts:
                 return
-            seqs[seq] = len(seqs)
-            most.append(min(counts[seq], left))
+            most[seq] = min(counts[seq], left)
             tokens.append(run[-1])
-        if seqs:
-            rows = [self._rows[seq] for seq in seqs]
-            self._executor.start_draft(
-                self._programs, result.hidden, rows, tokens, most, tuning.HEADS_LEAST_CHANCE
-            )
-            self._begun, self._hidden, self._rows = seqs, None, {}
+        self._start(most, tokens)
 
     def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
         """As `ModelDrafter` says."""
         asked = {
-            seq: min(count, self._num_heads)
+            seq: min(count, self._heads.num_heads)
             for seq, count in zip(decoding, counts, strict=True)
             if count
         }
-        drafts = self._finish(asked) if self._begun is not None else self._make(asked)
+        drawing: list[PartialDraft] = []
+        if self._begun is None and self._hidden is not None:
+            known = {seq: count for seq, count in asked.items() if seq in self._rows}
+            greedy = {seq: count for seq, count in known.items() if _likeliest(seq)}
+            drawing = [
+                PartialDraft.begin(
+                    seq,
+                    count,
+                    probabilities=self._rejection,
+                    row=self._hidden[self._rows[seq]].copy(),
+                )
+                for seq, count in known.items()
+                if seq not in greedy
+            ]
+            self._start(greedy, [seq.token_ids[-1] for seq in greedy])
+            self._hidden = None  # a head writes rows of its own there
+        drafts = self._finish(asked)
+        self._draw(drawing)
+        drafts |= {draft.seq: draft.draft() for draft in drawing}
         return [drafts.get(seq, NO_DRAFT) for seq in decoding]
 
-    def cancel(self) -> None:
-        self._begun = None
-        self._executor.cancel_draft()
+    def _start(self, most: dict[Seq, int], tokens: list[int]) -> None:
+        """Begin drafts of sequences that draw the likeliest token, behind their last ``tokens``."""
+        if not most or self._hidden is None:
+            return
+        rows = [self._rows[seq] for seq in most]
+        self._executor.start_draft(
+            self._programs,
+            self._hidden,
+            rows,
+            tokens,
+            [*most.values()],
+            tuning.HEADS_LEAST_CHANCE,
+        )
+        self._begun = {seq: place for place, seq in enumerate(most)}
+        self._hidden, self._rows = None, {}
 
     def _finish(self, asked: dict[Seq, int]) -> dict[Seq, Draft]:
         """Return the drafts that were begun, as far as they are asked for."""
-        begun, self._begun = self._begun or {}, None
-        made = self._executor.finish_draft()
-        if made is None:  # it was cancelled
+        begun, self._begun = self._begun, None
+        made = None if begun is None else self._executor.finish_draft()
+        if begun is None or made is None:  # it was cancelled
             return {}
         self._counts = {seq: count for seq, count in asked.items() if seq in begun}
         drafts = {}
@@ -242,40 +251,9 @@ class MedusaDrafter(ModelDrafter):
             drafts[seq] = Draft(tokens[:count], int(_CLASSES * max(0.0, chance)))
         return drafts
 
-    def _make(self, asked: dict[Seq, int]) -> dict[Seq, Draft]:
-        """Compute drafts from the hidden rows of the last step."""
-        hidden, self._hidden = self._hidden, None  # a head writes rows of its own there
-        if hidden is None:
-            return {}
-        asked = {seq: count for seq, count in asked.items() if seq in self._rows}
-        self._counts = {seq: count for seq, count in asked.items() if _likeliest(seq)}
-        others = [
-            PartialDraft.begin(
-                seq, count, probabilities=self._rejection, row=hidden[self._rows[seq]].copy()
-            )
-            for seq, count in asked.items()
-            if seq not in self._counts
-        ]
-        drafts = self._make_greedy(hidden) if self._counts else {}
-        self._draw(others)
-        return drafts | {draft.seq: draft.draft() for draft in others}
-
-    def _make_greedy(self, hidden: Float32) -> dict[Seq, Draft]:
-        """Compute in one call the drafts of sequences that draw the likeliest token."""
-        tokens, chances = self._executor.draft_rows(
-            self._programs,
-            hidden[[self._rows[seq] for seq in self._counts]],
-            np.array([seq.token_ids[-1] for seq in self._counts], np.int32),
-            np.array([*self._counts.values()], np.int32),
-            tuning.HEADS_LEAST_CHANCE,
-        )
-        lengths = (tokens >= 0).sum(axis=1).tolist()
-        return {
-            seq: Draft(row[:length], int(_CLASSES * max(0.0, chance)))
-            for seq, row, length, (chance, *_) in zip(
-                self._counts, tokens.tolist(), lengths, chances.tolist(), strict=True
-            )
-        }
+    def cancel(self) -> None:
+        self._begun = None
+        self._executor.cancel_draft()
 
     def _draw(self, going: list[PartialDraft]) -> None:
         """Draw the tokens of the drafts one by one, each as the target will."""
@@ -294,7 +272,7 @@ class MedusaDrafter(ModelDrafter):
         """Return logits [sequences, token_map] and, of a recurrent head, the hidden rows that it
         goes on from.
         """
-        if self._recurrent:
+        if self._heads.recurrent:
             token_ids = np.array(tokens, np.int32)
             return self._executor.execute_rows(self._programs[0], rows, token_ids)
         return self._executor.execute_rows(self._programs[head], rows)
@@ -312,7 +290,7 @@ class MedusaDrafter(ModelDrafter):
         if len(self._whole) < len(drafts):
             self._whole = np.full((len(drafts), self._vocab_size), -np.inf, np.float32)
         whole = self._whole[: len(drafts)]
-        whole[:, self._token_map] = logits
+        whole[:, self._heads.token_map] = logits
         return draw(sampler, whole, drafts)
 
     def end(self, seq: Seq) -> None:

@@ -22,59 +22,46 @@ def continued(text: list[int], at: int, count: int) -> list[int]:
     return draft
 
 
-class _NgramText:
-    """A sequence's tokens, and for each n-gram the latest place behind it that has a token."""
-
-    __slots__ = ("_ends", "tokens")
-
-    def __init__(self, orders: range) -> None:
-        self.tokens: list[int] = []
-        self._ends: list[tuple[int, dict[tuple[int, ...], int]]] = [
-            (order, {}) for order in reversed(orders)
-        ]
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        tokens = self.tokens
-        before = len(tokens)
-        tokens.extend(token_ids)
-        after = len(tokens)
-        for order, ends in self._ends:
-            first = max(order, before)
-            if after - first <= _FEW:
-                for end in range(first, after):
-                    ends[tuple(tokens[end - order : end])] = end
-            else:
-                columns = [tokens[first - order + at : after - order + at] for at in range(order)]
-                ends.update(zip(zip(*columns, strict=True), range(first, after), strict=True))
-
-    def draft(self, count: int) -> Draft:
-        for order, ends in self._ends:
-            end = ends.get(tuple(self.tokens[-order:]))
-            if end is not None:
-                return Draft(continued(self.tokens, end, count), min(order, 15))
-        return NO_DRAFT
-
-
 class NgramDrafter:
     """Looks up the latest place of the last ``highest`` tokens, or of fewer down to ``lowest``."""
 
     def __init__(self, lowest: int = 2, highest: int = 4) -> None:
-        self._orders = range(lowest, highest + 1)
-        self._texts: dict[int, _NgramText] = {}
+        self._orders = range(highest, lowest - 1, -1)
+        self._texts: dict[int, list[int]] = {}
+        # Of each text and order, by n-gram: the latest place behind it that has a token.
+        self._places: dict[int, list[dict[tuple[int, ...], int]]] = {}
 
     def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
-        self._texts[sequence] = _NgramText(self._orders)
-        self._texts[sequence].extend(token_ids)
+        self._texts[sequence], self._places[sequence] = [], [{} for _ in self._orders]
+        self.extend(sequence, token_ids)
 
     def extend(self, sequence: int, token_ids: Sequence[int]) -> None:
-        self._texts[sequence].extend(token_ids)
+        tokens = self._texts[sequence]
+        before = len(tokens)
+        tokens.extend(token_ids)
+        after = len(tokens)
+        for order, places in zip(self._orders, self._places[sequence], strict=True):
+            first = max(order, before)
+            if after - first <= _FEW:
+                for place in range(first, after):
+                    places[tuple(tokens[place - order : place])] = place
+            else:
+                columns = [tokens[first - order + at : after - order + at] for at in range(order)]
+                places.update(zip(zip(*columns, strict=True), range(first, after), strict=True))
 
     def propose(self, sequences: Sequence[int], counts: Sequence[int]) -> list[Draft]:
-        texts = self._texts
         return [
-            texts[sequence].draft(count) if count else NO_DRAFT
+            self._draft(sequence, count) if count else NO_DRAFT
             for sequence, count in zip(sequences, counts, strict=True)
         ]
 
+    def _draft(self, sequence: int, count: int) -> Draft:
+        tokens = self._texts[sequence]
+        for order, places in zip(self._orders, self._places[sequence], strict=True):
+            place = places.get(tuple(tokens[-order:]))
+            if place is not None:
+                return Draft(continued(tokens, place, count), min(order, 15))
+        return NO_DRAFT
+
     def end(self, sequence: int) -> None:
-        del self._texts[sequence]
+        del self._texts[sequence], self._places[sequence]

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import exp
 
 from octavo.executor.base import StepResult
@@ -26,15 +25,6 @@ from octavo.spec_decode.times import SpeculationTimes
 logger = logging.getLogger(__name__)
 
 _MAX_ERROR_CHARS = 300  # of a drafter's exception, in the log
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step that has run, to be entered in the account when its sequences' ends are known."""
-
-    seconds: float
-    worth: float  # seconds that its tokens would have taken without speculation
-    token_worth: float  # of each token that speculation brought
 
 
 class Speculator:
@@ -67,12 +57,13 @@ class Speculator:
         self.spent = 0.0  # seconds of drafting for the step that runs
         self.times = SpeculationTimes()
         self._model: ModelDrafter | None = None
-        self._planner: DraftPlanner | None = None  # for the model
+        self._planner: DraftPlanner | None = None  # for the model, unless the length is pinned
         self._lookup: Lookup | None = None
         self._account = TimeAccount(tuning.CREDIT_STEPS)
         if isinstance(drafter, ModelDrafter):
             self._model = drafter
-            self._planner = DraftPlanner(drafter, self.times, self._account)
+            if num_tokens is None:
+                self._planner = DraftPlanner(drafter, self.times, self._account)
         else:
             lookup = drafter
         if lookup is not None:
@@ -90,7 +81,10 @@ class Speculator:
         self._drafts: dict[Seq, Draft] = {}
         self._found: dict[Seq, Draft] = {}
         self._branches: dict[int, list[list[int]]] = {}
-        self._last: _Step | None = None
+        # A step that has run is entered in the account when its sequences' ends are known: its
+        # seconds, and those that its tokens would have taken without speculation.
+        self._last: tuple[float, float] | None = None
+        self._token_worth = 0.0  # of these, each token's that speculation brought
         self._rest = 0  # steps to come in which no drafter is asked
         self._resting = False  # this step is one of them
         self._rested = 0  # such steps that are not in the account yet
@@ -98,15 +92,15 @@ class Speculator:
     @property
     def num_known(self) -> int:
         """Return for how many sequences anything is held, each part counted; 0 when all ended."""
-        return self._acceptance.num_known + (len(self._lookup.numbers) if self._lookup else 0)
+        return self._acceptance.num_known + (len(self._lookup.texts) if self._lookup else 0)
 
     @property
     def saved_seconds(self) -> float:
         """Return the time saved since the start; negative where drafts cost more than they
         brought.
         """
-        last = self._last
-        return self._account.saved + (last.worth - last.seconds if last else 0.0)
+        seconds, worth = self._last or (0.0, 0.0)
+        return self._account.saved + worth - seconds
 
     # Proposing
 
@@ -168,22 +162,24 @@ class Speculator:
             if any(counts):
                 began = self._now()
                 made = self._ask(self._model, decoding, counts)
-                if self._planner is not None and self._pinned is None:
+                if self._planner is not None:
                     self._planner.observe(decoding, counts, self._now() - began)
                 drafts = [
                     draft if draft.token_ids else found
                     for draft, found in zip(made, drafts, strict=True)
                 ]
         self._drafts = _by_sequence(decoding, drafts)
-        if self._pinned is None:
-            if self._drafts:
-                drafts = self._best(decoding, drafts, num_tokens, room)
-            if not any(draft.token_ids for draft in drafts):
-                self._rest = self._next_rest(looking, num_tokens)
+        if self._pinned is not None:
+            self._branches = {
+                index: [list(path) for path in draft.alternatives]
+                for index, draft in enumerate(drafts)
+                if draft.alternatives
+            }
             return drafts
-        for index, draft in enumerate(drafts):
-            if draft.alternatives:
-                self._branches[index] = [list(path) for path in draft.alternatives]
+        if self._drafts:
+            drafts = self._best(decoding, drafts, num_tokens, room)
+        if not any(draft.token_ids for draft in drafts):
+            self._rest = self._next_rest(looking, num_tokens)
         return drafts
 
     def _next_rest(self, looking: float, num_tokens: int) -> int:
@@ -215,7 +211,7 @@ class Speculator:
             if found is not None and self._gains(seq, found)[:1] > gains[index][:1]:
                 most[index] = 0
             gains[index] = gains[index][: most[index]]
-        if self._pinned is not None or self._planner is None:
+        if self._planner is None:
             return most
         return self._planner.plan(decoding, most, gains, num_tokens, room)
 
@@ -268,8 +264,6 @@ class Speculator:
     ) -> list[Draft]:
         """Return the drafter's checked drafts. Raises whatever it raises."""
         answers = drafter.propose(decoding, counts)
-        if len(answers) != len(decoding):
-            raise ValueError(f"{len(answers)} drafts for {len(decoding)} sequences")
         drawn = self.rejection and self._model is None  # by code of the user's own
         return [
             checked_draft(answer, most, self._vocab_size, drawn=drawn)
@@ -342,9 +336,9 @@ class Speculator:
             self._planner.passed(1 + self._rested, seconds)
             seconds -= self._planner.take_read_seconds()
         self._rested = 0
-        worth, each = plain, 0.0
+        worth, self._token_worth = plain, 0.0
         if drafts is not None and times.known:
-            each = times.predict(count) / count
+            each = self._token_worth = times.predict(count) / count
             drawn = sum(map(len, runs[:count]))
             if prompts:
                 # The step is long for the prompts that it reads; the drafts cost their rows.
@@ -354,13 +348,13 @@ class Speculator:
             else:
                 seconds -= max(0.0, plain - exp(tuning.MAX_ERROR) * times.predict(size))
                 worth = drawn * each
-        self._last = _Step(seconds, worth, each)
+        self._last = seconds, worth
 
     def _settle(self) -> None:
         """Enter the last step in the account: it is known by now which sequences it ended."""
-        step, self._last = self._last, None
-        if step is not None:
-            self._account.add(step.seconds, step.worth)
+        if self._last is not None:
+            self._account.add(*self._last)
+        self._last = None
 
     def _promising(self, scheduled: Scheduled) -> bool:
         """Return whether the step had drafts and the next one will probably have some: no rest
@@ -377,21 +371,19 @@ class Speculator:
     def end(self, seq: Seq, num_cut: int = 0) -> None:
         """End a sequence whose last ``num_cut`` tokens did not become output."""
         if self._last is not None:
-            self._last.worth -= num_cut * self._last.token_worth
-        self._let_go(seq, len(seq.token_ids) - num_cut - seq.owner.prompt_tokens, num_cut)
+            seconds, worth = self._last
+            self._last = seconds, worth - num_cut * self._token_worth
+        if self._planner is not None:
+            self._planner.end(len(seq.token_ids) - num_cut - seq.owner.prompt_tokens)
+        self.forget(seq, num_cut)
 
-    def forget(self, seq: Seq) -> None:
-        """Forget a sequence that will begin anew. The tokens of the step that failed were never
-        drawn.
+    def forget(self, seq: Seq, num_cut: int = 0) -> None:
+        """Forget a sequence. One that will begin anew has not ended: the tokens of the step that
+        failed were never drawn.
         """
-        self._let_go(seq, 0, 0)
-
-    def _let_go(self, seq: Seq, num_tokens: int, num_cut: int) -> None:
         self._drafts.pop(seq, None)
         self._found.pop(seq, None)
         self._acceptance.end(seq)
-        if self._planner is not None:
-            self._planner.end(num_tokens)
         with self._guarded():
             if self._lookup is not None:
                 self._lookup.end(seq, num_cut)

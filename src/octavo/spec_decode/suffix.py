@@ -30,22 +30,18 @@ class _SuffixText:
         self.tokens: list[int] = []
         self.num_answers = 0  # that it was made of, if of any
         self._latest: dict[tuple[int, int], int] = {}
-        self._earlier: list[int] = [0]  # 0: there is none
+        self._earlier = [0, 0]  # 0: there is none
         self.extend(token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens. The last place is entered only with the token after it."""
+        """Append tokens. A place is entered with the token that stands there."""
         tokens, latest, earlier = self.tokens, self._latest, self._earlier
-        before = len(tokens)
+        first = max(2, len(tokens))
         tokens.extend(token_ids)
-        for place in range(before, len(tokens)):
-            if place < 2:
-                earlier.append(0)
-                continue
+        for place in range(first, len(tokens)):
             pair = tokens[place - 2], tokens[place - 1]
-            earlier[place] = latest.get(pair, 0)
+            earlier.append(latest.get(pair, 0))
             latest[pair] = place
-            earlier.append(0)
 
     def matches(self, tokens: list[int]) -> list[tuple[int, int]]:
         """Return the latest places behind the last two of ``tokens``, the latest first, each with

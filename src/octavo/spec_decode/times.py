@@ -136,23 +136,19 @@ class SpeculationTimes:
         """Return how many steps of about this size were observed lately."""
         return float(self._seen[_nearest(num_tokens)])
 
-    def sizes(self, low: int, high: int) -> Iterator[tuple[int, float]]:
-        """Yield the sizes in (low, high] worth comparing and their seconds: a bit less than
-        expected for sizes hardly seen, so that they are tried.
-        """
-        speed = exp(self._speed)
-        for at in range(bisect_left(KNOTS, low + 1), bisect_left(KNOTS, high + 1)):
-            yield KNOTS[at], speed * self._hoped[at]
+    def sizes(self, decodes: int, low: int, high: int) -> Iterator[tuple[int, float]]:
+        """Yield the sizes in (low, high] worth comparing and their seconds, for a step of ``low``
+        tokens without drafts: a bit less than expected for sizes hardly seen, so that they are
+        tried.
 
-    def sizes_beside_prompts(
-        self, decodes: int, low: int, high: int
-    ) -> Iterator[tuple[int, float]]:
-        """As `sizes`, for steps of ``low`` tokens that read prompts: the seconds of a step of
-        ``decodes`` tokens, and the arithmetic of what is beyond ``low``, which no reading hides.
+        If the step reads prompts, which are all tokens beyond its ``decodes``, these are left out
+        of the time: they are no reason for or against a draft. It is that of a step of ``decodes``
+        tokens, and the arithmetic of what is beyond ``low``, which no reading hides.
         """
-        plain, token = self.predict(decodes), exp(self._speed)
+        token, plain = exp(self._speed), self.predict(decodes)
         for at in range(bisect_left(KNOTS, low + 1), bisect_left(KNOTS, high + 1)):
-            yield KNOTS[at], plain + token * (KNOTS[at] - low)
+            size = KNOTS[at]
+            yield size, token * self._hoped[at] if low == decodes else plain + token * (size - low)
 
     # Drafting
 

@@ -69,7 +69,7 @@ def test_a_request_alone_takes_what_its_steps_cost() -> None:
     run = simulate(setup(), [alone(0, 1000, 5)])
     (record,) = run.replay.records
     executor = run.engine.executor
-    assert record.ttft == executor.cost(prefill_batch(1000)).seconds
+    assert record.ttft == executor.costs.seconds(prefill_batch(1000), executor.rates)
     assert len(record.itl) == 4
     assert record.itl[0] < record.itl[-1]  # a key more each time
     assert record.latency == pytest.approx(record.ttft + sum(record.itl))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
-import numpy.typing as npt
 
 from octavo import _native
 from octavo.executor.base import (
@@ -32,7 +31,7 @@ from octavo.executor.base import (
 )
 from octavo.executor.cost import CostModel
 from octavo.executor.native import lower
-from octavo.executor.native.packing import all_held_bytes, cost_model, held_bytes, tier_name
+from octavo.executor.native.packing import cost_model, held_bytes, scaled_bytes, tier_name
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import Checkpoint, CheckpointError, Weight, WeightFormat
 from octavo.loader.dequantize import dequantize
@@ -74,8 +73,9 @@ class NativeExecutor(Executor):
         # Raise this when a change can alter a bit of a block or of logits for the same weights,
         # tokens and tier: in kernels and compiler flags, in lowering, in what a family's Program
         # computes, in how a loader converts weights, or in how blocks are packed. Files of cached
-        # blocks then get other names and are not found any more. A change that leaves all bits as
-        # they are does not raise it (tests/engine/test_same_bits.py, tests/oracle).
+        # blocks then get other names and are not found any more. Then record the bits again
+        # (tests/oracle/record_bits.py). A change that leaves all bits as they are does not raise it
+        # (tests/engine/test_same_bits.py).
         numerics=1,
         hidden_rows=True,
         added_programs=True,
@@ -88,26 +88,22 @@ class NativeExecutor(Executor):
         program: Program,
         layout: KvLayout,
         *,
-        num_blocks: int,
-        max_tokens: int,
-        max_logits_rows: int,
-        max_seqs: int,
-        max_blocks_per_seq: int,
         logits_slice: int | None = None,
         threads: int | None = None,
         pool: _native.ThreadPool | None = None,
         isa: str | None = None,
         keep_hidden: bool = False,
         digest: bool = False,
+        **sizes: Unpack[ExecutorSizes],
     ) -> None:
         layout.dtype.check_served()
         self.layout = layout
-        self.num_blocks = num_blocks
-        self.max_tokens = max_tokens
-        self.max_logits_rows = max_logits_rows
+        self.num_blocks = sizes["num_blocks"]
+        self.max_tokens = sizes["max_tokens"]
+        self.max_logits_rows = sizes["max_logits_rows"]
         if pool is None:
-            count, source = usable_cpus() if threads is None else (threads, "as asked")
             usable, why = usable_cpus()
+            count, source = (usable, why) if threads is None else (threads, "as asked")
             if count > usable:
                 logger.warning(
                     "%d threads, but %d can run at once (%s): steps take longer than with %d",
@@ -126,12 +122,7 @@ class NativeExecutor(Executor):
         runtime = _native.Runtime(
             isa=tier_name(isa),
             pool=pool,
-            max_tokens=max_tokens,
-            max_logits_rows=max_logits_rows,
-            logits_slice=logits_slice or slice_rows(max_logits_rows, config.vocab_size),
-            max_seqs=max_seqs,
-            max_blocks_per_seq=max_blocks_per_seq,
-            num_blocks=num_blocks,
+            logits_slice=logits_slice or slice_rows(self.max_logits_rows, config.vocab_size),
             vocab_size=config.vocab_size,
             windows=[group.window or 0 for group in layout.groups],
             layers_per_group=layout.layers_per_group,
@@ -140,15 +131,14 @@ class NativeExecutor(Executor):
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             kv_kind=_KV_KINDS[layout.dtype],
+            **sizes,
         )
         self.capabilities = replace(self.capabilities, tier=runtime.isa)
         logger.info(
             "%s (%s), instruction set %s", plural(self.threads, "thread"), source, runtime.isa
         )
-        self._keep_hidden = [keep_hidden]  # of each program
         self._attention = attention_shape(program)
         self._loader: _Loader | None = _Loader(runtime, layout, sha256() if digest else None)
-        self._costs: list[CostModel] = []
         self._regions = self._loader.load(
             program,
             {role: w for role, w in checkpoint.weights.items() if role in program.weights},
@@ -156,7 +146,8 @@ class NativeExecutor(Executor):
             checkpoint.release,
             keep_hidden=keep_hidden,
         )
-        self._costs.append(self._count(program))
+        self.costs = self._count(program)
+        self._programs = [(self.costs, keep_hidden)]
         self.digest = self._loader.digest.digest() if self._loader.digest else b""
 
     @classmethod
@@ -174,7 +165,11 @@ class NativeExecutor(Executor):
     def held_bytes(
         cls, weights: Iterable[Weight], program: Program, source: str, isa: str | None
     ) -> int:
-        return all_held_bytes(weights, program, source, isa)
+        try:
+            held = sum(held_bytes(weight, isa) for weight in weights)
+        except CheckpointError as error:  # which names the tensor
+            raise CheckpointError(f"{source}: {error}") from None
+        return held + sum(scaled_bytes(program).values())
 
     def add_program(
         self,
@@ -190,25 +185,19 @@ class NativeExecutor(Executor):
         loader.load(
             program, weights, "an added program", lambda: None, keep_hidden=keep_hidden, ids=ids
         )
-        self._keep_hidden.append(keep_hidden)
-        self._costs.append(self._count(program))
-        return len(self._costs) - 1
+        self._programs.append((self._count(program), keep_hidden))
+        return len(self._programs) - 1
 
     def drop_program(self) -> None:
         self._open.drop_program()
-        self._costs.pop()
-        self._keep_hidden.pop()
+        self._programs.pop()
 
     def _count(self, program: Program) -> CostModel:
         held = {role: (each.format, each.bytes) for role, each in self._loading.held.items()}
         return cost_model(program, self.layout, held, self.capabilities.tier)
 
-    @property
-    def costs(self) -> CostModel:  # type: ignore[override]
-        return self._costs[0]
-
     def costs_of(self, program: int) -> CostModel:
-        return self._costs[program]
+        return self._programs[program][0]
 
     @property
     def weight_bytes(self) -> int:  # type: ignore[override]
@@ -256,7 +245,7 @@ class NativeExecutor(Executor):
             program,
             rows,
         )
-        hidden = runtime.hidden() if self._keep_hidden[program] else None
+        hidden = runtime.hidden() if self._programs[program][1] else None
         return StepResult(logits, time.perf_counter() - start, runtime.logits, hidden)
 
     def draft_rows(
@@ -333,10 +322,7 @@ class _Loader:
         self.layout = layout
         self.held: dict[str, _Held] = {}
         self.order_of: dict[str, int] = {}  # a matrix's inputs
-        self.orders: dict[bytes, int] = {}
-        self.scaled: dict[tuple[int, float], int] = {}
-        self.ropes: dict[Rope, int] = {}
-        self.routings: dict[tuple[int, int, bool], int] = {}
+        self.numbers: dict[Hashable, int] = {}  # of orders, scaled vectors, ropes and routings
         self.source = ""
         self.release: Callable[[], None] = lambda: None
         self.read = 0  # bytes since the file's pages were given back
@@ -378,8 +364,7 @@ class _Loader:
                 named = (role, weight.format.name, weight.shape, weight.group, order)
                 self.digest.update(repr(named).encode())
             if weight.order is not None:
-                self._check_reordered(program, role, weight.name)
-                self.order_of[role] = self._order(weight, weight.order)
+                self.order_of[role] = self._order(program, role, weight, weight.order)
             if len(weight.shape) == 2:
                 number = self._matrix(weight)
             else:
@@ -392,31 +377,25 @@ class _Loader:
             size = held_bytes(weight, self.runtime.isa)
             self.held[role] = _Held(number, weight.format, weight.shape, size)
 
-    def _check_reordered(self, program: Program, role: str, name: str) -> None:
+    def _order(self, program: Program, role: str, weight: Weight, order: Int32) -> int:
+        """Return the runtime's number for the order of a matrix's inputs."""
         if any(isinstance(op, Embed) and op.weight == role for op in program.ops):
             raise CheckpointError(
-                f"{self.source}: {name} is an embedding, whose inputs cannot be reordered"
+                f"{self.source}: {weight.name} is an embedding, whose inputs cannot be reordered"
             )
-
-    def _order(self, weight: Weight, order: npt.NDArray[np.int32]) -> int:
-        """Return the runtime's number for an order; equal orders have the same."""
+        columns = weight.shape[1]
+        if not np.array_equal(np.sort(order), np.arange(columns)):
+            raise CheckpointError(
+                f"{self.source}: the order of {weight.name}'s inputs is not one of {columns}"
+            )
         key = np.ascontiguousarray(order, np.int32).tobytes()
-        if key not in self.orders:
-            columns = weight.shape[1]
-            if not np.array_equal(np.sort(order), np.arange(columns)):
-                raise CheckpointError(
-                    f"{self.source}: the order of {weight.name}'s inputs is not one of {columns}"
-                )
-            self.orders[key] = self.runtime.add_order(order.tolist())
-        return self.orders[key]
+        return self._number(key, lambda: self.runtime.add_order(order.tolist()))
 
-    def _scaled(self, vector: int, factor: float) -> int:
-        key = (vector, factor)
-        if factor == 1.0:
-            return vector
-        if key not in self.scaled:
-            self.scaled[key] = self.runtime.scale_vector(vector, factor)
-        return self.scaled[key]
+    def _number(self, key: Hashable, add: Callable[[], int]) -> int:
+        """Return the runtime's number for something that is added to it once."""
+        if key not in self.numbers:
+            self.numbers[key] = add()
+        return self.numbers[key]
 
     def _matrix(self, weight: Weight) -> int:
         """Pack a matrix, giving back the pages read as it goes: it may be most of a model."""
@@ -441,19 +420,6 @@ class _Loader:
                 self.read = 0
         return matrix
 
-    def _rope(self, rope: Rope) -> int:
-        if rope not in self.ropes:
-            self.ropes[rope] = self.runtime.add_rope(
-                rope.dim, rope.interleaved, rope.frequencies.tolist(), rope.magnitude
-            )
-        return self.ropes[rope]
-
-    def _routing(self, experts: Experts) -> int:
-        key = (experts.count, experts.chosen, experts.renormalize)
-        if key not in self.routings:
-            self.routings[key] = self.runtime.add_routing(*key)
-        return self.routings[key]
-
     def _built(self, of: Any) -> Any:
         """Return what the runtime takes in place of a `lower.LoweredStep`, or of a part of one."""
         match of:
@@ -472,9 +438,15 @@ class _Loader:
             case lower.Buffer(offset=offset, local=local):
                 return _native.Prepared(offset, local)
             case lower.WeightRef(role, factor):
-                return self._scaled(self.held[role].number, factor)
+                vector = self.held[role].number
+                if factor == 1.0:
+                    return vector
+                scaled = vector, factor
+                return self._number(scaled, lambda: self.runtime.scale_vector(*scaled))
             case Rope():
-                return self._rope(of)
+                rope = of.dim, of.interleaved, of.frequencies.tolist(), of.magnitude
+                return self._number(of, lambda: self.runtime.add_rope(*rope))
             case Experts():
-                return self._routing(of)
+                key = of.count, of.chosen, of.renormalize
+                return self._number(key, lambda: self.runtime.add_routing(*key))
         return of

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 from octavo import _native
 from octavo.loader.base import CheckpointError, WeightFormat
@@ -29,20 +30,6 @@ from octavo.models.config import Experts, Rope
 
 ALIGNMENT = 64  # bytes
 FLOAT_BYTES = 4
-
-
-class Formats(Protocol):
-    """What lowering must know about a tier's linear kernels (kernels/linear.h)."""
-
-    def activation_bytes(self, format: int, k: int) -> int: ...
-
-    def same_activations(self, a: int, b: int) -> bool: ...
-
-    def slots_row_bytes(self, experts: int, chosen: int, slot_bytes: int) -> int:
-        """Return what a value of experts' slots (kernels/experts.h) takes for each row of the
-        arena.
-        """
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -158,14 +145,15 @@ def _single_assignment(program: model.Program) -> tuple[list[_Use], list[int]]:
 def lower(
     program: model.Program,
     formats: Mapping[str, WeightFormat],
-    kernels: Formats,
+    kernels: _native.Runtime,
     orders: Mapping[str, int] | None = None,
     *,
     keep_hidden: bool = False,
 ) -> Plan:
-    """Lower a program. ``formats`` gives every matrix weight's format, ``orders`` numbers the order
-    of the inputs of those that have one (`Weight.order`). ``keep_hidden``: the rows that logits are
-    made of are put by.
+    """Lower a program. ``formats`` gives every matrix weight's format, ``kernels`` knows what a
+    tier's linear kernels take (kernels/linear.h). ``orders`` numbers the order of the inputs of
+    those that have one (`Weight.order`). ``keep_hidden``: the rows that logits are made of are put
+    by.
     """
     return _Lowering(program, formats, kernels, orders or {}, keep_hidden).run()
 
@@ -175,7 +163,7 @@ class _Lowering:
         self,
         program: model.Program,
         formats: Mapping[str, WeightFormat],
-        kernels: Formats,
+        kernels: _native.Runtime,
         orders: Mapping[str, int],
         keep_hidden: bool,
     ) -> None:
@@ -275,6 +263,7 @@ class _Lowering:
         return View(self._new_buffer(stride * FLOAT_BYTES), width, stride)
 
     def _new_slots(self, slot_bytes: int, experts: Experts) -> Buffer:
+        """Return a buffer of a value of experts' slots (kernels/experts.h)."""
         return self._new_buffer(
             self.kernels.slots_row_bytes(experts.count, experts.chosen, slot_bytes)
         )
@@ -411,21 +400,27 @@ class _Lowering:
 
     def _linears(self, i: int, _: model.Linear) -> int:
         """Emit a region for the linear ops from i that share an input, or one that accumulates."""
-        if i + 1 < len(self.uses) and (residual := self._residual(i)) is not None:
-            view = self.views[residual]
-            self.views[self.uses[i + 1].writes[0]] = view
-            self._emit_linears([(i, view)], accumulate=True)
-            return 2
-        end = i + 1
-        while (
-            end < len(self.uses)
-            and isinstance(self.uses[end].op, model.Linear)
-            and self.uses[end].reads == self.uses[i].reads
-            and self._residual(end) is None
-        ):
-            end += 1
-        self._emit_linears([(j, None) for j in range(i, end)], accumulate=False)
-        return end - i
+        residual = self._residual(i)
+        ops: list[model.Linear] = []
+        for j, op in enumerate(self._sharing(i), start=i):
+            if ops and (residual is not None or self._residual(j) is not None):
+                break
+            ops.append(op)
+        inputs = [self._prepare(self.uses[i].reads[0], op.weight) for op in ops]
+        parts = []
+        for j, (op, activations) in enumerate(zip(ops, inputs, strict=True), start=i):
+            if residual is None:
+                out = self._new_after_rows(j)
+            else:
+                out = self.views[self.uses[i + 1].writes[0]] = self.views[residual]
+            bias = -1 if op.bias is None else WeightRef(op.bias)
+            parts.append(
+                LoweredStep(_native.LinearPart, (WeightRef(op.weight), activations, out, bias))
+            )
+        count = len(ops) + (residual is not None)  # the addition
+        name, accumulate = _names(ops), residual is not None
+        self._region(name, range(i, i + count), _native.LinearRegion, parts, accumulate)
+        return count
 
     def _residual(self, i: int) -> int | None:
         """Return the value that a linear op's output is added to, if both end in the next op."""
@@ -437,47 +432,30 @@ class _Lowering:
             return None
         return others[0] if others[0] != self.uses[i].reads[0] else None
 
-    def _emit_linears(self, ops: list[tuple[int, View | None]], *, accumulate: bool) -> None:
-        linears = []
-        for j, view in ops:
-            op = self.uses[j].op
-            assert isinstance(op, model.Linear)
-            linears.append((j, op, view, self._prepare(self.uses[j].reads[0], op.weight)))
-        parts = []
-        for j, op, view, activations in linears:
-            out = view if view is not None else self._new_after_rows(j)
-            bias = -1 if op.bias is None else WeightRef(op.bias)
-            parts.append(
-                LoweredStep(_native.LinearPart, (WeightRef(op.weight), activations, out, bias))
-            )
-        name = "+".join(op.weight.rpartition(".")[2] for _, op, _, _ in linears)
-        indices = [j for j, _ in ops]
-        if accumulate:
-            indices.append(indices[-1] + 1)  # the addition
-        self._region(name, indices, _native.LinearRegion, parts, accumulate)
-
-    def _expert_linears(self, i: int, _: model.ExpertLinear) -> int:
+    def _expert_linears(self, i: int, op: model.ExpertLinear) -> int:
         """Emit one region for the experts' linear ops from i on that share an input."""
-        ops: list[model.ExpertLinear] = []
-        for use in self.uses[i:]:
-            if not isinstance(use.op, model.ExpertLinear) or use.reads != self.uses[i].reads:
-                break
-            ops.append(use.op)
-        value, experts = self.uses[i].reads[0], ops[0].experts
-        inputs = [self._prepare_experts(value, op) for op in ops]
+        ops, experts = self._sharing(i), op.experts
+        inputs = [self._prepare_experts(self.uses[i].reads[0], each) for each in ops]
         parts = []
-        for j, (op, buffer) in enumerate(zip(ops, inputs, strict=True), start=i):
+        for j, (each, buffer) in enumerate(zip(ops, inputs, strict=True), start=i):
             (out,) = self.uses[j].writes
             width = self.widths[out] // experts.chosen
             stride = -(-width // 16) * 16
             slots = self._new_slots(stride * FLOAT_BYTES, experts)
             slots.first = len(self.regions)
             self.views[out] = View(slots, width, stride, experts)
-            matrices = [WeightRef(role) for role in op.weights]
+            matrices = [WeightRef(role) for role in each.weights]
             parts.append(LoweredStep(_native.ExpertsPart, (matrices, buffer, self.views[out])))
-        name = "+".join(op.weight.rpartition(".")[2] for op in ops)
-        self._region(name, range(i, i + len(ops)), _native.ExpertsRegion, experts, parts)
+        self._region(_names(ops), range(i, i + len(ops)), _native.ExpertsRegion, experts, parts)
         return len(ops)
+
+    def _sharing(self, i: int) -> list[Any]:
+        """Return the ops of the kind of op i from there on that read what it reads."""
+        first, rest = self.uses[i], self.uses[i:]
+        alike = takewhile(
+            lambda use: type(use.op) is type(first.op) and use.reads == first.reads, rest
+        )
+        return [use.op for use in alike]
 
     def _prepare_experts(self, value: int, op: model.ExpertLinear) -> Buffer:
         """Return the prepared slots of a value that is of tokens, or of slots already."""
@@ -510,6 +488,10 @@ class _Lowering:
             self._step("prepare", _native.PrepareEachStep, *args, experts=view.experts)
         self.spread.append((value, format, orders, slots))
         return slots
+
+
+def _names(ops: Iterable[model.Linear | model.ExpertLinear]) -> str:
+    return "+".join(op.weight.rpartition(".")[2] for op in ops)
 
 
 # How the ops are lowered that are no `RowOp`.

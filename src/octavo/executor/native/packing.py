@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from octavo import _native
 from octavo.executor.cost import Arithmetic, CostModel
@@ -28,19 +28,6 @@ def held_bytes(weight: Weight, isa: str | None = None) -> int:
             f"kernels take multiples of {_INPUTS} in {weight.format.name}"
         )
     return _native.packed_bytes(int(weight.format), *weight.shape, tier_name(isa), weight.group)
-
-
-def all_held_bytes(
-    weights: Iterable[Weight], program: Program, source: str, isa: str | None = None
-) -> int:
-    """Return the bytes of all weights, and of a program's `scaled_bytes`. ``source`` is named in
-    errors.
-    """
-    try:
-        held = sum(held_bytes(weight, isa) for weight in weights)
-    except CheckpointError as error:  # which names the tensor
-        raise CheckpointError(f"{source}: {error}") from None
-    return held + sum(scaled_bytes(program).values())
 
 
 def scaled_bytes(program: Program) -> dict[str, int]:

@@ -67,19 +67,14 @@ class ReferenceExecutor(Executor):
         self.max_logits_rows = sizes["max_logits_rows"]
         self.threads = 1
         self._slice = slice_rows(self.max_logits_rows, program.config.vocab_size)
-        shape = (
-            layout.layers_per_group,
-            2,
-            layout.block_size,
-            layout.num_kv_heads,
-            layout.head_dim,
-        )
-        self._arena = np.zeros((self.num_blocks, *shape), np.uint16)
+        heads = layout.block_size, layout.num_kv_heads, layout.head_dim
+        self._arena = np.zeros((self.num_blocks, layout.layers_per_group, 2, *heads), np.uint16)
         self._weights: dict[str, Float32] = {}
         self._programs: list[tuple[Program, bool, CostModel]] = []
-        weights = {role: checkpoint.weights.get(role) for role in program.weights}
-        given = {role: weight for role, weight in weights.items() if weight is not None}
-        self._load(program, given, str(checkpoint.path), keep_hidden)
+        given = checkpoint.weights
+        weights = {role: given[role] for role in program.weights if role in given}
+        self._load(program, weights, str(checkpoint.path), keep_hidden)
+        self.costs = self.costs_of(0)
         self.digest = self._digest() if digest else b""
 
     @classmethod
@@ -115,10 +110,6 @@ class ReferenceExecutor(Executor):
             digest.update(f"{role} {values.shape} ".encode())
             digest.update(values.tobytes())
         return digest.digest()
-
-    @property
-    def costs(self) -> CostModel:  # type: ignore[override]
-        return self.costs_of(0)
 
     def costs_of(self, program: int) -> CostModel:
         return self._programs[program][2]

@@ -25,7 +25,7 @@ from octavo.executor.base import (
     LoadOptions,
     StepResult,
 )
-from octavo.executor.cost import CostModel, Rates, StepCost
+from octavo.executor.cost import CostModel, Rates
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import Checkpoint, Weight
 from octavo.machine.cpu import usable_cpus
@@ -100,10 +100,6 @@ class SimulatedExecutor(Executor):
         cls, weights: Iterable[Weight], program: Program, source: str, isa: str | None
     ) -> int:
         return 0
-
-    def cost(self, batch: Batch) -> StepCost:
-        """Return the bytes, operations and seconds of one step."""
-        return self.costs.step(batch, self.rates)
 
     def execute(self, batch: Batch, program: int = 0, rows: Float32 | None = None) -> StepResult:
         began = time.perf_counter()

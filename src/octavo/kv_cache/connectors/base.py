@@ -17,7 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -59,14 +59,6 @@ class ConnectorStats:
     skipped_hits: int = 0  # hits not used because computing was predicted to take less time
 
 
-class Loaded(NamedTuple):
-    """A load that is over."""
-
-    key: Key
-    ok: bool  # ``into`` holds the block
-    seconds: float  # that the load took
-
-
 class KvConnector(ABC):
     """KV blocks held in one place."""
 
@@ -78,8 +70,8 @@ class KvConnector(ABC):
         self.arrived = threading.Event()  # set when a load is over
         self.counters = ConnectorStats()  # those that `stats` completes with sizes
         # Loads and saves that are over. Any thread appends, the engine's removes.
-        self._loaded: deque[Loaded] = deque()
-        self._saved: deque[Key] = deque()
+        self._loaded = deque[tuple[Key, bool, float]]()
+        self._saved = deque[Key]()
 
     # Scheduler half
 
@@ -97,14 +89,15 @@ class KvConnector(ABC):
     def start_save_kv(self, key: Key, data: Bytes) -> None:
         """Start to save ``data`` [block_bytes], which nobody changes meanwhile."""
 
-    def get_finished(self) -> tuple[deque[Loaded], deque[Key]]:
-        """Return the queues of loads and of saves that are over. A save is over also when it
-        failed. The caller removes an entry once it has dealt with it.
+    def get_finished(self) -> tuple[deque[tuple[Key, bool, float]], deque[Key]]:
+        """Return the queues of loads and of saves that are over. A load has the key, whether
+        ``into`` holds the block, and the seconds that it took; a save is over also when it failed.
+        The caller removes an entry once it has dealt with it.
         """
         return self._loaded, self._saved
 
     def _finish_load(self, key: Key, ok: bool, seconds: float) -> None:
-        self._loaded.append(Loaded(key, ok, seconds))
+        self._loaded.append((key, ok, seconds))
         self.arrived.set()
 
     def flush(self) -> None:  # noqa: B027

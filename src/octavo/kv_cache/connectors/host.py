@@ -5,19 +5,20 @@ All other connectors load into its slots, and the pool loads from there.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from octavo.kv_cache.block_hash import Key
+from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.connectors.base import Bytes, ConnectorStats, KvConnector
 
 
 class HostMemory(KvConnector):
-    """``num_slots`` slots of ``block_bytes``, whose memory pages are touched as they fill. The
-    least recently used block is evicted first; a pinned block is not evicted.
+    """``num_slots`` slots of ``block_bytes``, whose memory pages are touched as they fill. They are
+    a pool of their own: the least recently used block is evicted first, and a slot that is pinned
+    or being filled has references.
     """
 
     name = "host"
@@ -26,13 +27,11 @@ class HostMemory(KvConnector):
     def __init__(self, num_slots: int, block_bytes: int) -> None:
         super().__init__()
         self.num_slots = num_slots
+        self.num_filling = 0  # slots taken that hold no block yet
         self.data: Bytes = np.empty((num_slots, block_bytes), np.uint8)
-        self._free: list[int] = []
-        self._never_used = 0  # all slots from here on
+        self._pool = BlockPool[Key](num_slots)
         self._slots: dict[Key, int] = {}
         self._origins: dict[Key, str] = {}  # of blocks not used since another connector loaded them
-        self._idle: OrderedDict[Key, None] = OrderedDict()  # not pinned, least recently used first
-        self._pins: dict[Key, int] = {}
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -67,56 +66,51 @@ class HostMemory(KvConnector):
     @property
     def num_pinned(self) -> int:
         """Blocks that are pinned."""
-        return len(self._pins)
+        return self._pool.num_used - self.num_filling
 
     @property
     def num_pins(self) -> int:
-        return sum(self._pins.values())
+        return sum(self._pool.refs) - self.num_filling
 
     @property
     def num_takeable(self) -> int:
         """How many slots `take` could return, one after another."""
-        return len(self._free) + self.num_slots - self._never_used + len(self._idle)
+        return self._pool.num_free
 
     def take(self) -> int | None:
         """Return a slot to be filled; None if all are pinned or being filled."""
-        if self._free:
-            return self._free.pop()
-        if self._never_used < self.num_slots:
-            self._never_used += 1
-            return self._never_used - 1
-        if not self._idle:
+        if not self._pool.num_free:
             return None
-        key, _ = self._idle.popitem(last=False)
-        slot = self._slots.pop(key)
-        self._origins.pop(key, None)
-        self.events.removed(key, self.name)
+        slot = self._pool.allocate()
+        self.num_filling += 1
+        if (key := self._pool.contents[slot]) is not None:
+            self._pool.contents[slot] = None
+            del self._slots[key]
+            self._origins.pop(key, None)
+            self.events.removed(key, self.name)
         return slot
 
     def give_back(self, slot: int) -> None:
-        """Free a taken slot that holds nothing after all."""
-        self._free.append(slot)
+        """End the filling of a taken slot: it holds what `put` says, or nothing after all."""
+        self.num_filling -= 1
+        self._pool.release(slot)
 
     def put(self, key: Key, slot: int, origin: str = name) -> None:
         """Enter the block of ``key`` that now is in a taken slot, and came from connector
         ``origin``. A block already there stays.
         """
-        if key in self._slots:
-            if self._slots[key] != slot:
-                self._free.append(slot)
-            return
-        self._slots[key] = slot
-        self._idle[key] = None
-        self.events.stored(key, self.name)
-        if origin == self.name:
-            self._origins.pop(key, None)
-        else:
-            self._origins[key] = origin
+        if key not in self._slots:
+            self._slots[key] = slot
+            self._pool.contents[slot] = key
+            if origin != self.name:
+                self._origins[key] = origin
+            self.events.stored(key, self.name)
+        self.give_back(slot)
 
     def touch(self, key: Key) -> None:
         """Make the block the most recently used."""
-        if key in self._idle:
-            self._idle.move_to_end(key)
+        self.pin(key)
+        self.unpin(key)
 
     def slot(self, key: Key) -> int:
         return self._slots[key]
@@ -136,36 +130,29 @@ class HostMemory(KvConnector):
 
     def pin(self, key: Key) -> None:
         """Do not evict the block until `unpin` has been called as often."""
-        self._pins[key] = self._pins.get(key, 0) + 1
-        self._idle.pop(key, None)
+        self._pool.share(self._slots[key])
 
     def unpin(self, key: Key) -> None:
         """Undo a `pin`. The last one makes the block the most recently used."""
-        self._pins[key] -= 1
-        if not self._pins[key]:
-            del self._pins[key]
-            self._idle[key] = None
+        self._pool.release(self._slots[key])
 
-    def reset(self, taken: set[int]) -> None:
-        """Repair the accounts after a failure at any point: nothing is pinned, the slots ``taken``
-        are being filled, and all other slots without a block are free.
+    def reset(self, filling: set[int]) -> None:
+        """Repair the accounts after a failure at any point: nothing is pinned, the slots
+        ``filling`` are being filled, and all other slots without a block are free.
         """
-        self._pins.clear()
-        self._idle = OrderedDict.fromkeys(
-            [key for key in self._idle if key in self._slots]
-            + [key for key in self._slots if key not in self._idle]
-        )
-        held = taken.union(self._slots.values())
-        self._free = [slot for slot in range(self._never_used) if slot not in held]
+        contents = self._pool.contents
+        for slot in filling:
+            contents[slot] = None
+        self._slots = {key: slot for slot, key in enumerate(contents) if key is not None}
+        self._origins = {key: name for key, name in self._origins.items() if key in self._slots}
+        self.num_filling = len(filling)
+        self._pool.reset(filling)
 
     def check(self) -> None:
         """Raise `RuntimeError` unless every slot is free, filled, or taken."""
-        slots = [*self._slots.values(), *self._free]
-        if len(set(slots)) != len(slots) or max(slots, default=-1) >= self._never_used:
-            raise RuntimeError("a slot of host memory is used twice")
-        if self._slots.keys() != self._idle.keys() | self._pins.keys():
-            raise RuntimeError("a block in host memory is neither idle nor pinned")
+        self._pool.check()
+        held = {slot: key for slot, key in enumerate(self._pool.contents) if key is not None}
+        if held != {slot: key for key, slot in self._slots.items()}:
+            raise RuntimeError("a slot of host memory does not hold the block it is known for")
         if not self._origins.keys() <= self._slots.keys():
             raise RuntimeError("host memory knows where a block came from that it does not hold")
-        if self._idle.keys() & self._pins.keys():
-            raise RuntimeError("a pinned block in host memory may be evicted")

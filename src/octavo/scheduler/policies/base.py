@@ -11,10 +11,10 @@ Command line, validation, server, simulator and documentation ask the class abou
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:  # the command line reads the classes and needs no engine
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the command line reads the classes and needs no engine
     from octavo.scheduler.sequence import Sequence
 
 BY_ARRIVAL = attrgetter("order")
+_KEY = itemgetter(0)
 
 
 class Setting(NamedTuple):
@@ -78,9 +79,6 @@ class Policy:
         passed for ever.
         """
         return self._queue.first
-
-    def __len__(self) -> int:
-        return len(self._queue)
 
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate over the queue, whatever state a failure has left it in."""
@@ -158,46 +156,42 @@ class SortedQueue:
     comparisons and move n pointers: microseconds for tens of thousands of sequences.
     """
 
-    __slots__ = ("_key", "_keys", "_known", "_seqs")
+    __slots__ = ("_entries", "_key", "_keys")
 
     def __init__(self, key: Callable[[Sequence], Any] = BY_ARRIVAL) -> None:
         """``key``: unique to the sequence. It may change later: the first token of a sequence that
         is preempted in the same step is recorded after it was queued again.
         """
         self._key = key
-        self._seqs: list[Sequence] = []
-        self._keys: list[Any] = []  # theirs
-        self._known: dict[Sequence, Any] = {}
+        self._entries: list[tuple[Any, Sequence]] = []  # sorted by the key
+        self._keys: dict[Sequence, Any] = {}
 
     def push(self, seq: Sequence, now: float = 0.0) -> None:
         key = self._key(seq)
-        index = bisect_left(self._keys, key)
-        self._known[seq] = key
-        self._seqs.insert(index, seq)
-        self._keys.insert(index, key)
+        insort(self._entries, (key, seq), key=_KEY)
+        self._keys[seq] = key
 
     def remove(self, seq: Sequence, now: float = 0.0) -> None:
         """Raise `KeyError` if the sequence is not in the queue."""
-        index = bisect_left(self._keys, self._known[seq])
-        del self._known[seq], self._seqs[index], self._keys[index]
+        key = self._keys.pop(seq)
+        del self._entries[bisect_left(self._entries, key, key=_KEY)]
 
     def clear(self) -> None:
-        self._seqs.clear()
+        self._entries.clear()
         self._keys.clear()
-        self._known.clear()
 
     @property
     def first(self) -> Sequence | None:
-        return self._seqs[0] if self._seqs else None
+        return self._entries[0][1] if self._entries else None
 
     def __len__(self) -> int:
-        return len(self._seqs)
+        return len(self._entries)
 
     def __contains__(self, seq: object) -> bool:
-        return seq in self._known
+        return seq in self._keys
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._seqs)
+        return (seq for _, seq in self._entries)
 
 
 class AgeingQueue(SortedQueue):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from octavo.scheduler.policies.base import Policy, Setting
 from octavo.scheduler.policies.deadline import Deadline
 from octavo.scheduler.policies.fair import Fair
 from octavo.scheduler.policies.fcfs import FirstCome
 from octavo.scheduler.policies.priority import Priority
+from octavo.settings import check, setting
 
 # A policy is listed here; each of its settings is also a field of `PolicyConfig`.
 POLICIES: dict[str, type[Policy]] = {
@@ -17,48 +19,75 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
+def setting_users() -> dict[Setting, list[str]]:
+    """Return for each setting the names of the policies that use it."""
+    users: dict[Setting, list[str]] = {}
+    for policy in POLICIES.values():
+        for each in policy.settings:
+            users.setdefault(each, []).append(policy.name)
+    return users
+
+
+def _of_policies(name: str) -> Any:
+    """Return the field of a policy's own setting."""
+    ((given, users),) = (each for each in setting_users().items() if each[0].name == name)
+    return setting(
+        None,
+        f"Under {' and '.join(users)}: {given.help}.",
+        above=0,
+        below=inf,
+        metavar=given.metavar,
+        show_default=f"{given.default:g}",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
     """Raises `ValueError` for an unknown policy, and for a setting that the policy does not use."""
 
-    scheduling_policy: str = FirstCome.name
-    priority_ageing: float | None = None  # settings of policies; None: the policy's default
-    fair_output_cost: float | None = None
-    best_effort_deadline: float | None = None
-    max_queue_time: float | None = None  # seconds that a request may wait to be scheduled
-    shed_late: bool = False  # drop waiting requests that can no longer meet their target
+    scheduling_policy: str = setting(
+        FirstCome.name,
+        "Who goes first: "
+        + "; ".join(
+            f"{each.name}, {each.help}" if each.help else each.name for each in POLICIES.values()
+        )
+        + ".",
+        metavar="NAME",
+    )
+    # Settings of policies; None: the policy's default
+    priority_ageing: float | None = _of_policies("priority_ageing")
+    fair_output_cost: float | None = _of_policies("fair_output_cost")
+    best_effort_deadline: float | None = _of_policies("best_effort_deadline")
+    max_queue_time: float | None = setting(
+        None,
+        "Seconds a request may wait; then it is refused.",
+        above=0,
+        below=inf,
+        metavar="SECONDS",
+        show_default="no limit",
+    )
+    shed_late: bool = setting(
+        False, "Refuse who waits and can no longer have its first token in time for its target."
+    )
 
     def __post_init__(self) -> None:
         if self.scheduling_policy not in POLICIES:
             known = ", ".join(POLICIES)
             raise ValueError(f"scheduling_policy {self.scheduling_policy!r} is none of {known}")
-        users_of = {setting.name: users for setting, users in setting_users().items()}
-        for name, users in (users_of | {"max_queue_time": [*POLICIES]}).items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if self.scheduling_policy not in users:
+        users_of = {each.name: users for each, users in setting_users().items()}
+        for name, users in users_of.items():
+            if getattr(self, name) is not None and self.scheduling_policy not in users:
                 raise ValueError(
-                    f"{name} has no effect under scheduling_policy {self.scheduling_policy}: it "
-                    f"is of {' and '.join(users)}"
+                    f"{name} has no effect under scheduling_policy {self.scheduling_policy}: "
+                    f"it is of {' and '.join(users)}"
                 )
-            if not 0 < value < inf:
-                raise ValueError(f"{name} is {value}, not above 0")
+        check(self)
 
     def new_policy(self) -> Policy:
         """Return the policy, with an empty queue."""
         policy = POLICIES[self.scheduling_policy]
         given = [(getattr(self, each.name), each.default) for each in policy.settings]
         return policy(*(default if value is None else value for value, default in given))
-
-
-def setting_users() -> dict[Setting, list[str]]:
-    """Return for each setting the names of the policies that use it."""
-    users: dict[Setting, list[str]] = {}
-    for policy in POLICIES.values():
-        for setting in policy.settings:
-            users.setdefault(setting, []).append(policy.name)
-    return users
 
 
 def field_users(field: str) -> list[str]:

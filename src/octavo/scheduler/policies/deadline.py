@@ -188,9 +188,6 @@ class Deadline(Policy):
             *(seq for place, seq in enumerate(queue, 1) if since + place * self._best_effort < due),
         ]
 
-    def __len__(self) -> int:
-        return len(self._in_time) + len(self._others)
-
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._in_time
         yield from self._others

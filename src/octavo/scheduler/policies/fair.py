@@ -29,7 +29,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from functools import lru_cache
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import TYPE_CHECKING, Any
 
 from octavo.scheduler.policies.base import Policy, Setting, SortedQueue
@@ -78,14 +78,12 @@ class Fair(Policy):
         self._heap: list[tuple[int, int, _Client]] = []
         self._joined = 0
         self._last = _Client(0)  # the client that left the queue last
-        self._size = 0
 
     def push(self, seq: Sequence) -> None:
         client = self._of(seq)
         if not client.queue:
             client.counter = max(client.counter, self._level())
         client.queue.push(seq)
-        self._size += 1
         if not client.in_heap:
             self._joined += 1
             heappush(self._heap, (client.counter, self._joined, client))
@@ -94,7 +92,6 @@ class Fair(Policy):
     def remove(self, seq: Sequence) -> None:
         client = self._of(seq)
         client.queue.remove(seq)
-        self._size -= 1
         if not client.queue:
             self._last = client
 
@@ -106,7 +103,6 @@ class Fair(Policy):
             client.queue.clear()
             client.in_heap = False
         self._heap.clear()
-        self._size = 0
 
     def head(self) -> Sequence | None:
         first = self._least()
@@ -114,26 +110,15 @@ class Fair(Policy):
 
     def in_turn(self) -> Iterator[Sequence]:
         """Iterate as if nothing of their prompts were cached."""
-        # Open the heap's entries from its top down, and place clients by their present counters:
-        # the result is that of a heap of all.
-        entries = self._heap
-        heap: list[tuple[int, int, int, Iterator[Sequence] | None]] = []
-
-        def reach(index: int) -> None:
-            if index < len(entries):
-                counter, joined, _ = entries[index]
-                heappush(heap, (counter, joined, index, None))
-
-        reach(0)
+        heap = [
+            (client.counter, joined, iter(client.queue))
+            for _, joined, client in self._heap
+            if client.queue
+        ]
+        heapify(heap)
         begun: set[str] = set()  # requests of which a sequence has been yielded
         while heap:
-            counter, joined, index, queue = heap[0]
-            if queue is None:
-                client = entries[index][2]
-                heapreplace(heap, (client.counter, joined, index, iter(client.queue)))
-                reach(2 * index + 1)
-                reach(2 * index + 2)
-                continue
+            counter, joined, queue = heap[0]
             seq = next(queue, None)
             if seq is None:
                 heappop(heap)
@@ -143,7 +128,7 @@ class Fair(Policy):
             if owner.scheduled is None and owner.request_id not in begun:
                 begun.add(owner.request_id)
                 counter += owner.prompt_tokens * _charge(1.0, owner.weight)
-                heapreplace(heap, (counter, joined, index, queue))
+                heapreplace(heap, (counter, joined, queue))
 
     def rank(self, seq: Sequence) -> Any:
         return self._of(seq).counter, seq.order
@@ -202,9 +187,6 @@ class Fair(Policy):
         """Return a client's counter, in tokens of prompt by its weight."""
         client = self._clients.get(name)
         return (self._level() if client is None else client.counter) / _UNIT
-
-    def __len__(self) -> int:
-        return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
         for client in self._clients.values():

@@ -16,7 +16,7 @@ for every ``ageing`` seconds that it has been the first. Consequences:
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush, heapreplace
 from itertools import chain
 from math import inf
@@ -27,6 +27,8 @@ from octavo.scheduler.policies.base import AgeingQueue, Policy, Setting
 if TYPE_CHECKING:
     from octavo.scheduler.request import RequestRecord
     from octavo.scheduler.sequence import Sequence
+
+    _Change = Callable[[AgeingQueue, Sequence, float], None]
 
 
 class Priority(Policy):
@@ -41,47 +43,42 @@ class Priority(Policy):
     def __init__(self, ageing: float) -> None:
         """``ageing``: seconds at the head of its queue that are worth a level."""
         self._ageing = ageing
-        self._queues: dict[int, AgeingQueue] = {}
+        self._queues: dict[int, AgeingQueue] = {}  # by priority
+        self._priorities: list[int] = []  # of the queues, sorted
         self._turns: list[tuple[float, int]] = []  # of the queues, sorted: the lower, the sooner
-        self._turn_of: dict[int, tuple[float, int]] = {}
-        self._size = 0
 
     def push(self, seq: Sequence) -> None:
-        priority = seq.owner.priority
-        queue = self._queues.get(priority)
-        if queue is None:
-            queue = self._queues[priority] = AgeingQueue()
-        queue.push(seq, self.now)
-        self._size += 1
-        self._update(priority, queue)
+        self._change(seq, AgeingQueue.push)
 
     def remove(self, seq: Sequence) -> None:
-        priority = seq.owner.priority
-        queue = self._queues[priority]
-        queue.remove(seq, self.now)
-        self._size -= 1
-        self._update(priority, queue)
+        self._change(seq, AgeingQueue.remove)
 
-    def _update(self, priority: int, queue: AgeingQueue) -> None:
-        """Note the turn of a queue whose first may have changed."""
-        # At any time t the level of its first is priority - (t - began) / ageing.
-        turn = (priority * self._ageing + queue.began, priority) if queue else None
-        before = self._turn_of.get(priority)
-        if turn == before:
-            return
-        if before is not None:
-            del self._turns[bisect_left(self._turns, before)]
-        if turn is not None:
-            insort(self._turns, turn)
-            self._turn_of[priority] = turn
+    def _change(self, seq: Sequence, change: _Change) -> None:
+        """Change the queue of a sequence's priority, whose turn may be another then."""
+        priority = seq.owner.priority
+        known = self._queues.get(priority)
+        queue = AgeingQueue() if known is None else known
+        before = self._turn(priority, queue)
+        change(queue, seq, self.now)
+        if known is None:
+            self._queues[priority] = queue
+            insort(self._priorities, priority)
         else:
-            del self._queues[priority], self._turn_of[priority]
+            del self._turns[bisect_left(self._turns, before)]
+        if queue:
+            insort(self._turns, self._turn(priority, queue))
+        else:
+            del self._queues[priority]
+            del self._priorities[bisect_left(self._priorities, priority)]
+
+    def _turn(self, priority: int, queue: AgeingQueue) -> tuple[float, int]:
+        # At any time t the level of its first is priority - (t - began) / ageing.
+        return priority * self._ageing + queue.began, priority
 
     def clear(self) -> None:
         self._queues.clear()
+        self._priorities.clear()
         self._turns.clear()
-        self._turn_of.clear()
-        self._size = 0
 
     def head(self) -> Sequence | None:
         return self._queues[self._turns[0][1]].first if self._turns else None
@@ -108,7 +105,7 @@ class Priority(Policy):
         return self._level(seq), seq.order
 
     def preemptor(self) -> Sequence | None:
-        return self._queues[min(self._queues)].first if self._queues else None
+        return self._queues[self._priorities[0]].first if self._priorities else None
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
         return waiting.owner.priority < self._level(running)
@@ -125,9 +122,6 @@ class Priority(Policy):
 
     def ahead_of(self, record: RequestRecord) -> list[Sequence]:
         return [seq for seq in self if seq.owner.priority <= record.priority]
-
-    def __len__(self) -> int:
-        return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
         for queue in self._queues.values():

@@ -15,17 +15,25 @@ from collections.abc import Callable, Iterable
 from math import nan
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from octavo.engine.engine import Step
 from octavo.engine.stats import EngineStats
-from octavo.scheduler.request import LatencyTarget, RequestRecord
+from octavo.scheduler.request import FinishReason, LatencyTarget, Outcome, RequestRecord
 from octavo.server.clients import Clients
 from octavo.server.metrics import engine_metrics
 from octavo.server.metrics.metric_families import Families, Readings
-from octavo.server.metrics.request_metrics import RequestMetrics
+from octavo.server.metrics.request_metrics import (
+    CLIENTS,
+    ITL,
+    PRIORITIES,
+    REJECTIONS,
+    WAIT,
+    ending,
+    histograms,
+)
 from octavo.server.metrics.slo_metrics import SloMetrics
 
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -63,10 +71,51 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self._families = families = Families(self.registry, model_name)
-        self._requests = RequestMetrics(families, max_model_len)
         self._slo = SloMetrics(families)
-        self.inter_token = self._requests.inter_token
-        self.refuse = self._requests.refuse  # (reason of `REJECTIONS`, client)
+        self._histograms = histograms(families, max_model_len)
+        self.inter_token = families.histogram(
+            "inter_token_latency_seconds", "Time between tokens of a sequence.", ITL
+        )
+        self._queue_of_priority = families.open(
+            Histogram,
+            "request_queue_time_by_priority_seconds",
+            "Arrival to first scheduling, by the request's priority (lower runs first).",
+            "priority",
+            most=PRIORITIES,
+            buckets=WAIT,
+        )
+        self._ended = families.counters(
+            "request_success",
+            "Requests that have ended, by how.",
+            "finished_reason",
+            ("stop", "length", "abort", "error"),
+        )
+        self._rejected = families.counters(
+            "admission_rejections", "Requests that were not admitted.", "reason", REJECTIONS
+        )
+        self._requests_of_client = families.open(
+            Counter,
+            "client_requests",
+            "Requests that have ended or were refused, of each named API key and, with an empty "
+            "name, of all others.",
+            "client",
+            "outcome",
+            most=CLIENTS,
+        )
+        self._prompt_tokens_of_client, self._generation_tokens_of_client = (
+            families.open(Counter, name, what, "client", most=CLIENTS)
+            for name, what in (
+                ("client_prompt_tokens", "Prompt tokens of requests that have ended, likewise."),
+                (
+                    "client_generation_tokens",
+                    "Tokens generated for requests that have ended, likewise.",
+                ),
+            )
+        )
+        self._requests_of_client.reserve("", *((outcome.value,) for outcome in Outcome))
+        self._prompt_tokens_of_client.reserve("", ())
+        self._generation_tokens_of_client.reserve("", ())
+        self.expect((), [0])
         self._http = Counter(
             "octavo:http_requests",
             "HTTP requests answered.",
@@ -103,7 +152,8 @@ class Metrics:
         """
         for target in targets:
             self._slo.expect(target)
-        self._requests.expect(priorities)
+        for priority in priorities:
+            self._queue_of_priority.reserve(str(priority), ())
 
     def clients(self, clients: Clients, unsent: Callable[[], int]) -> None:
         """Read the server's connections on each scrape. ``unsent``: bytes on their way to them."""
@@ -140,8 +190,28 @@ class Metrics:
         self._step_tokens.observe(step.scheduled.batch.num_tokens)
 
     def on_end(self, record: RequestRecord) -> None:
-        self._requests.on_end(record)
         self._slo.on_end(record)
+        if record.outcome is Outcome.REJECTED:
+            for reason in (FinishReason.SHED, FinishReason.REPLACED):
+                if reason in record.finish_reasons:
+                    self.refuse(reason.value, record.client)
+            return
+        self._ended[ending(record)].inc()
+        for histogram, value_of in self._histograms:
+            if (value := value_of(record)) is not None:
+                histogram.observe(value)
+        if record.outcome is not None:
+            self._requests_of_client(record.client, record.outcome.value).inc()
+        if record.scheduled is not None:
+            waited = record.scheduled - record.arrival
+            self._queue_of_priority(str(record.priority)).observe(waited)
+            self._prompt_tokens_of_client(record.client).inc(record.prompt_tokens)
+            self._generation_tokens_of_client(record.client).inc(record.completion_tokens)
+
+    def refuse(self, reason: str, client: str = "") -> None:
+        """Count a refusal; ``reason`` is of `REJECTIONS`."""
+        self._rejected[reason].inc()
+        self._requests_of_client(client, Outcome.REJECTED.value).inc()
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """Return body and content type in the format that ``accept`` asks for."""

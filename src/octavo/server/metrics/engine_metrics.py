@@ -78,7 +78,7 @@ GAUGES: Readings[EngineStats] = {
     # Of steps with a target (--itl-target); without one there are none.
     "itl_target_seconds": (
         "What a step may take in which somebody decodes.",
-        lambda s: s.itl_target or 0.0,
+        lambda s: s.itl_target_s or 0.0,
     ),
     "paced_step_spread": (
         "Standard deviation of actual to predicted time of the paced steps, of late.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,69 +19,50 @@ Readings = Mapping[
 ]
 
 
-class Families:
+class Families(Collector):
     """Makes families in ``registry``, with their first two labels set."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        self.registry = registry
         self.labels = (model_name, "0")
+        self._registry = registry
+        self._readings: list[tuple[Callable[[], Any], Any, Readings[Any]]] = []
+        registry.register(self)
+
+    def _make(self, kind: Any, name: str, what: str, *labels: str, **more: Any) -> Any:
+        return kind(f"octavo:{name}", what, (*LABELS, *labels), registry=self._registry, **more)
 
     def histogram(self, name: str, what: str, buckets: Iterable[float]) -> Any:
-        return Histogram(
-            f"octavo:{name}", what, LABELS, buckets=tuple(buckets), registry=self.registry
-        ).labels(*self.labels)
+        return self._make(Histogram, name, what, buckets=tuple(buckets)).labels(*self.labels)
 
     def gauge(self, name: str, what: str) -> Any:
-        return Gauge(f"octavo:{name}", what, LABELS, registry=self.registry).labels(*self.labels)
+        return self._make(Gauge, name, what).labels(*self.labels)
 
     def counters(self, name: str, what: str, label: str, values: Iterable[str]) -> dict[str, Any]:
         """Return a counter's children for each of the values that ``label`` can have."""
-        family = Counter(f"octavo:{name}", what, (*LABELS, label), registry=self.registry)
+        family = self._make(Counter, name, what, label)
         return {value: family.labels(*self.labels, value) for value in values}
+
+    def open(self, kind: Any, name: str, what: str, *labels: str, most: int, **more: Any) -> Open:
+        """Return a family of a ``kind`` (Counter, Histogram) with labels that clients choose."""
+        return Open(self._make(kind, name, what, *labels, **more), self.labels, most)
 
     def read(self, source: Callable[[], S], gauges: Readings[S], counters: Readings[S]) -> None:
         """Read metrics from what ``source`` returns on each scrape."""
-        self.registry.register(_ReadingCollector(self.labels, source, gauges, counters))
-
-    def open_counter(self, name: str, what: str, *labels: str, most: int) -> Open:
-        family = Counter(f"octavo:{name}", what, (*LABELS, *labels), registry=self.registry)
-        return Open(family, self.labels, most)
-
-    def open_histogram(
-        self, name: str, what: str, label: str, buckets: Iterable[float], *, most: int
-    ) -> Open:
-        family = Histogram(
-            f"octavo:{name}",
-            what,
-            (*LABELS, label),
-            buckets=tuple(buckets),
-            registry=self.registry,
-        )
-        return Open(family, self.labels, most)
-
-
-class _ReadingCollector(Collector, Generic[S]):
-    def __init__(
-        self,
-        labels: tuple[str, ...],
-        source: Callable[[], S],
-        gauges: Readings[S],
-        counters: Readings[S],
-    ) -> None:
-        self._labels = labels
-        self._source = source
-        self._readings = ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters))
+        self._readings += [
+            (source, GaugeMetricFamily, gauges),
+            (source, CounterMetricFamily, counters),
+        ]
 
     def collect(self) -> Iterator[Metric]:
-        source = self._source()
-        for kind, readings in self._readings:
+        for source, kind, readings in self._readings:
+            seen = source()
             for name, (what, of, *label) in readings.items():
                 family = kind(f"octavo:{name}", what, labels=(*LABELS, *label))
-                found = of(source)
+                found = of(seen)
                 values = found.items() if isinstance(found, Mapping) else [(None, found)]
                 for value, amount in values:
                     own = () if value is None else (value,)
-                    family.add_metric((*self._labels, *own), amount)
+                    family.add_metric((*self.labels, *own), amount)
                 yield family
 
 

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from prometheus_client import Counter
+
 from octavo.scheduler.request import LatencyTarget, RequestRecord, Standing, standing
 from octavo.server.metrics.metric_families import Families
 
@@ -35,7 +37,8 @@ class SloMetrics:
     def __init__(self, families: Families, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._window: deque[_Slot] = deque(maxlen=_SLOTS)
-        self._requests = families.open_counter(
+        self._requests = families.open(
+            Counter,
             "slo_requests",
             "Requests with a latency target, by what became of it: met, missed, shed (dropped as "
             "too late), or aborted while it was still being kept.",
@@ -43,7 +46,8 @@ class SloMetrics:
             "result",
             most=_CLASSES,
         )
-        self._tokens = families.open_counter(
+        self._tokens = families.open(
+            Counter,
             "slo_tokens",
             "Tokens generated for requests with a latency target, likewise.",
             "slo_class",

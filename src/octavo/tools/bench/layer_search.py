@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.executor.base import Batch, Int32
-from octavo.executor.registry import build_executor
+from octavo.executor.registry import executor_class
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader import load
 from octavo.loader.base import Checkpoint
@@ -169,8 +169,7 @@ class Answers:
         places = each * len(prompts)
         num_blocks = (len(prompts) * blocks + places * own) * groups
         self._check_memory(checkpoint, engine, layout, num_blocks)
-        self.executor = build_executor(
-            engine.executor,
+        self.executor = executor_class(engine.executor).load(
             checkpoint,
             self.program,
             layout,

@@ -252,7 +252,7 @@ def _taken_apart(
     overheads["text and delivery"] = (
         step.seconds - sum(row.seconds for row in rows) - sum(overheads.values())
     )
-    limit = executor.costs.step(step.batch, rates).seconds
+    limit = executor.costs.seconds(step.batch, rates)
     return Profile(
         model=drive.loaded.checkpoint.path.name,
         isa=executor.capabilities.tier,

@@ -186,8 +186,6 @@ def _savings(decodes: list[MeasuredPhase]) -> dict[str, Any]:
 def _limit(drive: Drive, phases: list[MeasuredPhase], rates: Rates) -> float:
     """Tokens a second if every op of the steps ran at the roofline."""
     seconds = sum(
-        drive.executor.costs.step(batch, rates).seconds
-        for phase in phases
-        for batch in phase.batches
+        drive.executor.costs.seconds(batch, rates) for phase in phases for batch in phase.batches
     )
     return sum(phase.tokens for phase in phases) / seconds

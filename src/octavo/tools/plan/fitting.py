@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from octavo.engine.calibration import KindError, Slowness
+from octavo.engine.calibration import KindError
 from octavo.executor.base import Batch
-from octavo.executor.cost import SHARPEST, Arithmetic, CostModel, OpCost, Rates, chunks_of
+from octavo.executor.cost import SHARPEST, Arithmetic, CostModel, OpCost, Rates
 
 Array = npt.NDArray[np.float64]
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -95,19 +95,20 @@ def slowness(
     held_up: float = 1.0,
     *,
     believed: float = BELIEVED,
-) -> Slowness:
-    """What has become of a machine that had ``rates`` and ``held_up`` of `Fitted`, from few steps:
-    too few to say how often steps are held up, which is taken to be as it was. ``believed``: how
-    much of the change, in logarithms, is taken to last.
+) -> tuple[float, float]:
+    """How many times as long memory and processor take as when a machine had ``rates`` and
+    ``held_up`` of `Fitted`, from few steps: too few to say how often steps are held up, which is
+    taken to be as it was. ``believed``: how much of the change, in logarithms, is taken to last.
     """
     swift = rates.slowed(1 / held_up)
 
     def slowed(found: Array) -> Rates:
         return swift.slowed(*np.exp(found).tolist())
 
-    same = [FittedParameter(name, 1.0, 0.2) for name in Slowness._fields]
+    same = [FittedParameter(name, 1.0, 0.2) for name in ("memory", "processor")]
     found, _ = solve(_Steps.of(costs, observations), same, slowed)
-    return Slowness(*np.exp(believed * found).tolist())
+    memory, processor = np.exp(believed * found).tolist()
+    return memory, processor
 
 
 def _parameters(limits: Rates, attention: Arithmetic) -> list[FittedParameter]:
@@ -159,6 +160,7 @@ class _Steps(NamedTuple):
     @classmethod
     def of(cls, costs: CostModel, observations: Sequence[Observation]) -> _Steps:
         each = [costs.parts(observation.batch) for observation in observations]
+        sizes = [costs.size(observation.batch) for observation in observations]
         parts = []
         for column in zip(*each, strict=True):
             (first, count), *_ = column
@@ -170,9 +172,9 @@ class _Steps(NamedTuple):
         weights = np.array([among[kind] ** -0.5 for kind in kinds])
         return cls(
             parts,
-            np.array([each.batch.num_tokens for each in observations]),
-            np.array([len(each.batch.logits_rows) for each in observations]),
-            np.array([chunks_of(each.batch) for each in observations]),
+            np.array([size.tokens for size in sizes]),
+            np.array([size.rows for size in sizes]),
+            np.array([size.chunks for size in sizes]),
             np.array([each.seconds for each in observations]),
             weights / weights.mean(),
         )

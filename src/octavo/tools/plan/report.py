@@ -138,7 +138,7 @@ def _described(simulation: Simulation) -> dict[str, Any]:
             "max_num_seqs": limits.max_num_seqs,
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "itl_target": config.itl_target,
-            "scheduling_policy": limits.policy.scheduling_policy,
+            "scheduling_policy": limits.scheduling_policy,
             "max_num_queued_reqs": limits.max_num_queued_reqs,
             "max_num_queued_tokens": limits.max_num_queued_tokens,
             "enable_prefix_caching": limits.enable_prefix_caching,

@@ -17,9 +17,10 @@ import numpy.typing as npt
 from octavo.loader.base import Checkpoint, Weight
 from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_folder import CONFIG, HfFolder
+from octavo.models.families import FAMILIES
 from octavo.tools.quantize import hf_tokenizer_writer
 from octavo.tools.quantize.grid import Float32, bf16, bf16_bits
-from octavo.tools.quantize.hf_model import HfModule, hf_config, less_one, places
+from octavo.tools.quantize.hf_model import HfModule, hf_config, places
 from octavo.tools.quantize.layouts import HfTensor, OutputLayout, packed_tensors
 from octavo.tools.quantize.nearest import nearest_stored, stacked
 from octavo.tools.quantize.quantizer import Recipe
@@ -40,6 +41,7 @@ class FolderTarget:
         self.checkpoint = checkpoint
         self.recipe = recipe
         self.config = checkpoint.config
+        self.family = FAMILIES[self.config.family]
         self.layout = layout
         self.from_folder = checkpoint.path.is_dir()
         if self.from_folder:
@@ -63,7 +65,7 @@ class FolderTarget:
 
     def stored(self, role: str, values: Float32) -> Float32:
         """A vector, or a router, as readers of the folder will have it."""
-        shift = np.float32(less_one(self.config, role))
+        shift = np.float32(self.family.shift(role))
         match stored_as(self.checkpoint, self.checkpoint.weights[role]):
             case "BF16":
                 return bf16(values - shift) + shift
@@ -130,8 +132,8 @@ class FolderTarget:
         order = row_order(self.config, role, interleaved=False)
         if order is not None and not self.from_folder:
             values = values[order]
-        if less_one(self.config, role):
-            values = values - np.float32(1.0)
+        if shift := self.family.shift(role):
+            values = values - np.float32(shift)
         assert format in floats
         if format == "BF16":
             return HfTensor(format, bf16_bits(values))

@@ -14,8 +14,8 @@ from octavo.loader.base import Checkpoint
 from octavo.loader.bind import STACKS
 from octavo.loader.files import map_file
 from octavo.loader.gguf_split import open_gguf
-from octavo.loader.loader import FUSED
 from octavo.loader.loader import role as role_of
+from octavo.models.families import FAMILIES
 from octavo.tools.quantize.gguf_writer import (
     Bytes,
     Content,
@@ -73,7 +73,8 @@ def _quantized(
     """The roles of the layers' quantized matrices that a tensor is made of, or none."""
     role, weights = role_of(name), checkpoint.weights
     prefix, _, part = role.rpartition(".")
-    members = tuple(f"{prefix}.{each}" for each in FUSED.get(part, ()))
+    fused = FAMILIES[checkpoint.config.family].gguf_fusions
+    members = tuple(f"{prefix}.{each}" for each in fused.get(part, ()))
     rows = [weights[member].shape[0] for member in members if member in weights]
     if part in STACKS and len(shape) == 3:
         members = tuple(f"{prefix}.{each}.{e}" for e in range(shape[0]) for each in STACKS[part])

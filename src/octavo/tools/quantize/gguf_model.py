@@ -1,10 +1,10 @@
 """A Hugging Face folder's model in GGUF's terms: its keys, and where each of its weights belongs.
 
-The inverse of loader/metadata.py and loader/loader.py: the keys of each architecture, its
-tensors' names, rows of q and k in the order in which GGUF's llama rotates them, all experts of a
-layer in one tensor, matrices that an architecture has fused. Before any work the file's header is
-read back by that reader: a model that would not come out the same is refused, and so is a tokenizer
-that would cut a text otherwise.
+The inverse of loader/metadata.py and loader/loader.py, of the same record (`Family`): the keys of
+each architecture, its tensors' names, rows of q and k in the order in which GGUF's llama rotates
+them, all experts of a layer in one tensor, matrices that an architecture has fused. Before any work
+the file's header is read back by that reader: a model that would not come out the same is refused,
+and so is a tokenizer that would cut a text otherwise.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from octavo.loader.bind import STACKS
 from octavo.loader.chat_template import JinjaChatTemplate
 from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_folder import CONFIG, HfFolder
-from octavo.loader.loader import FUSED, load_gguf
-from octavo.loader.metadata import INTERLEAVED
+from octavo.loader.loader import load_gguf
 from octavo.models.config import LongRope, ModelConfig, Rope
+from octavo.models.families import FAMILIES
 from octavo.models.rope import yarn_magnitude
 from octavo.tools.quantize.gguf_vocabulary import compare_tokenizers, vocabulary
 from octavo.tools.quantize.gguf_writer import (
@@ -45,9 +45,6 @@ from octavo.tools.quantize.same_model import difference
 from octavo.tools.quantize.state import LayerResult, QuantizeError
 
 ALIGNMENT = 32
-_ARCHITECTURES = {"mixtral": "llama"}  # of the families that are not called as here
-_FUSED_FAMILIES = ("phi3",)
-_WINDOWED = ("gemma2", "gemma3", "phi3")  # llama.cpp's others see everything
 _FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
 
 
@@ -57,15 +54,16 @@ def modelled(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Content, list[str]
     Raises `QuantizeError` for a model or a tokenizer that GGUF cannot express.
     """
     config, path = checkpoint.config, checkpoint.path
+    architecture = FAMILIES[config.family].gguf
     section = HfFolder(path).json(CONFIG)
     scaling = section.get("rope_scaling") or section.get("rope_parameters") or {}
     named, notes = vocabulary(checkpoint)
     keys: dict[str, Value] = {
-        "general.architecture": architecture(config),
+        "general.architecture": architecture,
         "general.type": "model",
         "general.name": _written(config.name or path.resolve().name),
     }
-    keys |= {f"{architecture(config)}.{name}": v for name, v in _shape(config, scaling).items()}
+    keys |= {f"{architecture}.{name}": v for name, v in _shape(config, scaling).items()}
     keys |= named
     if isinstance(checkpoint.chat_template, JinjaChatTemplate):
         keys["tokenizer.chat_template"] = checkpoint.chat_template.source
@@ -84,16 +82,12 @@ def _written(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def architecture(config: ModelConfig) -> str:
-    return _ARCHITECTURES.get(config.family, config.family)
-
-
 # ── Keys ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
     """Keys of the architecture, without its name."""
-    rope = _far(c)
+    rope, family = _far(c), FAMILIES[c.family]
     found: dict[str, Value] = {
         "block_count": len(c.layers),
         "context_length": c.context_length,
@@ -103,37 +97,28 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
         "attention.head_count_kv": c.num_kv_heads,
         "attention.key_length": c.head_dim,
         "attention.value_length": c.head_dim,
-        "attention.layer_norm_rms_epsilon": c.norm_eps,
+        family.eps.gguf: c.norm_eps,
         "vocab_size": c.vocab_size,
-        "rope.dimension_count": rope.dim,
+        "rope.dimension_count": rope.rotated,
         "rope.freq_base": rope.theta,
     }
     found |= _rope_keys(rope, scaling)
     windows = [layer.window for layer in c.layers]
     window = next((each for each in windows if each is not None), None)
-    if c.family == "phi3" or (window is not None and c.family in _WINDOWED):
-        found["attention.sliding_window"] = window or 0  # without it readers guess Phi-3's
-    if c.family == "gemma3":
-        local = next((each.rope.theta for each in c.layers if each.window is not None), 10000.0)
-        if local != 10000.0:
+    # Without the key readers guess Phi-3's, which all its layers have.
+    if family.windows is not None and (window is not None or not family.windows.period):
+        found["attention.sliding_window"] = window or 0
+    if family.windows is not None and (theta := family.windows.theta) is not None:
+        local = next((each.rope.theta for each in c.layers if each.window is not None), theta)
+        if local != theta:
             found["rope.freq_base_swa"] = local
         found["attention.sliding_window_pattern"] = _pattern([w is not None for w in windows])
-    for name, cap in (("attn", c.attention_softcap), ("final", c.logits_softcap)):
-        if cap or c.family == "gemma2":
-            found[f"{name}_logit_softcapping"] = float(cap)
-    if c.family == "granite":
-        found |= {
-            "attention.scale": c.attention_scale,
-            "embedding_scale": c.embedding_scale,
-            "residual_scale": c.residual_scale,
-            "logit_scale": 1.0 / c.logits_scale,
-        }
+    for number in family.gguf_keys:
+        if (x := getattr(c, number.field)) or number.default:
+            found[number.gguf] = number.form.write(float(x))
     if c.experts is not None:
         found |= {"expert_count": c.experts.count, "expert_used_count": c.experts.chosen}
-        if c.family == "mixtral":
-            found["feed_forward_length"] = c.experts.intermediate_size
-        else:
-            found["expert_feed_forward_length"] = c.experts.intermediate_size
+        found[family.expert_size] = c.experts.intermediate_size
     return found
 
 
@@ -157,7 +142,7 @@ def _rope_keys(rope: Rope, scaling: dict[str, Any]) -> dict[str, Value]:
             "rope.scaling.original_context_length": rope.by_length.original,
             "rope.scaling.attn_factor": rope.magnitude,
         }
-    if rope.scale != 1.0:
+    if rope.rotated and rope.scale != 1.0:
         return {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0 / rope.scale}
     if not _is_yarn(scaling):
         return {}
@@ -200,11 +185,9 @@ def _floats(name: str, values: tuple[float, ...]) -> GgufTensor:
 
 def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
     config, weights, kind = checkpoint.config, checkpoint.weights, recipe.scheme.kind
-    interleaved = architecture(config) in INTERLEAVED
+    family = FAMILIES[config.family]
     found: list[GgufTensor] = []
-    fused: dict[str, str] = {}  # a part's first member, and what they are together
-    if config.family in _FUSED_FAMILIES:
-        fused = {members[0]: name for name, members in FUSED.items()}
+    fused = {each.parts[0]: each for each in family.fused}
     done: set[str] = set()
     for role, weight in weights.items():
         if role in done:
@@ -221,14 +204,14 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
             shape = (len(roles), *weight.shape)
             found.append(matrix(_name(prefix), shape, kind, roles))
         elif recipe.of(role, weight.shape) is None:
-            order = row_order(config, role, interleaved=interleaved)
+            order = row_order(config, role, interleaved=family.interleaved)
             found.append(changed(_name(role), role, weight, order))
         else:
             if part in fused:
-                role = f"{prefix}.{fused[part]}"
-                roles = [f"{prefix}.{each}" for each in FUSED[fused[part]]]
+                role = f"{prefix}.{fused[part].gguf}"
+                roles = [f"{prefix}.{each}" for each in fused[part].parts]
             rows = sum(weights[each].shape[0] for each in roles)
-            orders = [row_order(config, each, interleaved=interleaved) for each in roles]
+            orders = [row_order(config, each, interleaved=family.interleaved) for each in roles]
             found.append(matrix(_name(role), (rows, weight.shape[1]), kind, roles, orders))
         done.update(roles)
     return found

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 from octavo.engine.engine import Step
 from octavo.engine.load import LoadedEngine
+from octavo.executor.base import Executor
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import Outcome, Request, RequestRecord
 from octavo.spec_decode.replay import agreement
@@ -137,7 +138,7 @@ class Stepping:
             raise ValueError("the engine has no speculator")
         self._speculator: Speculator = loaded.engine.speculator
         self._watched = Watched(self._engine.executor, None)
-        self._engine.executor = self._watched
+        self._engine.executor = cast(Executor, self._watched)
         self._engine.observers.append(self)
         self._found = Passes()
         self._numbers = 0

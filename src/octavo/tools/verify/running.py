@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -106,7 +106,7 @@ class Running:
         self.engine: Engine = loaded.engine
         self._row = row
         self.watched = Watched(self.engine.executor, change)
-        self.engine.executor = self.watched
+        self.engine.executor = cast(Executor, self.watched)
         self.engine.observers.append(self)
 
     @property

@@ -1,20 +1,21 @@
-"""Records what transformers' config classes mean by keys that a config.json leaves out.
+"""Compares the records of the families with transformers' config classes.
 
 Run by hand, in an environment with torch and transformers:
 
-    python tests/oracle/record_config_defaults.py [--check]
+    python tests/oracle/check_config_classes.py [MODEL_TYPE ...]
 
-It writes src/octavo/loader/hf_defaults.json: of each supported model type the defaults of the
-class, the keys that it computes and by which rule of `hf_defaults.RULES` (tried on drawn values:
-a key that none of them explains is an error), the rope types that it takes, and their base. With
-``--check`` nothing is written, and a difference from the file is an error.
+Of each model type (all that a family states, unless some are named) it prints what `HfType` should
+say and does not: the defaults of the class, the keys that it computes and by which rule of
+those that families state (tried on drawn values: one that none of them explains has None), the rope
+types that it takes, and their base. A type that no family states is printed whole: that is what to
+write down for a new one. A key that is computed by a rule of its own needs that written first.
 """
 
 import argparse
-import json
 import os
 import random
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,18 +30,15 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from octavo.loader.hf_defaults import FULL, RULES, SLIDING, TABLE, apply_rule
-from octavo.loader.section import Section
+from octavo.models.families import HF_TYPES
+from octavo.models.hf_type import FULL, SLIDING, TRANSFORMERS, HfType, Rule
+from octavo.models.section import Section
 
-MODEL_TYPES = (
-    "llama", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text",
-    "phi3", "granite", "olmo2", "mixtral", "qwen3_moe",
-)  # fmt: skip
 # Of training, generation and running: no logit depends on them.
 UNUSED = {
     "initializer_range", "use_cache", "attention_dropout", "resid_pdrop", "embd_pdrop",
     "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
-    "rope_parameters",
+    "rope_parameters", "hidden_dropout",
 }  # fmt: skip
 DRAWS = 200
 LONG: dict[str, Any] = {
@@ -92,7 +90,10 @@ def drawn(rng: random.Random, known: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if rng.random() < 0.7}
 
 
-def computed(cls: Any, known: dict[str, Any]) -> dict[str, str]:
+RULES = {rule: None for _, kind in HF_TYPES.values() for rule in kind.computed.values()}
+
+
+def computed(cls: Any, known: dict[str, Any], stated: Mapping[str, Rule]) -> dict[str, Rule | None]:
     """The keys that the class computes, and the rule that gives the same every time."""
 
     def fail(reason: str) -> NoReturn:
@@ -107,26 +108,26 @@ def computed(cls: Any, known: dict[str, Any]) -> dict[str, str]:
         except Exception:  # what the class refuses is compared elsewhere
             continue
         cases.append((known | given, made))
-    found: dict[str, str] = {}
+    found: dict[str, Rule | None] = {}
     for key in known:
         if all(getattr(made, key) == values[key] for values, made in cases):
             continue
 
-        def explains(rule: str, key: str = key) -> bool:
+        def explains(rule: Rule, key: str = key) -> bool:
             for values, made in cases:
                 before = values | {other: getattr(made, other) for other in found}
+                value = values[key]
                 try:
-                    value = apply_rule(rule, key, Section(fail, before | {key: values[key]}))
+                    if rule.always or value is None:
+                        value = rule.value(Section(fail, before | {key: value}))
                 except (KeyError, ValueError):
                     return False
                 if value != getattr(made, key):
                     return False
             return True
 
-        rules = [rule for rule in RULES if explains(rule)]
-        if not rules:
-            raise SystemExit(f"{cls.__name__}: no rule of RULES explains how {key} is computed")
-        found[key] = rules[0]
+        rules = [stated[key], *RULES] if key in stated else RULES
+        found[key] = next((rule for rule in rules if explains(rule)), None)
     return found
 
 
@@ -160,48 +161,63 @@ def bases(cls: Any) -> dict[str, float]:
     return {"": float(rope["rope_theta"])}
 
 
-def partial_rotary(cls: Any, causal_lm: str) -> bool:
-    """Whether unscaled rotary positions heed partial_rotary_factor."""
+def partial_rotary(cls: Any, causal_lm: str) -> float:
+    """The default of partial_rotary_factor if unscaled rotary positions heed it, else 0."""
     section = nested(cls, {"rope_type": "default", "partial_rotary_factor": 0.5})
     config = cls(**SIZES, rope_parameters=section)
     module = sys.modules[getattr(transformers, causal_lm).__module__]
     name = next(n for n in dir(module) if n.endswith("RotaryEmbedding") and "Vision" not in n)
     rotary = getattr(module, name)(config)
     buffer = getattr(rotary, f"{FULL}_inv_freq" if by_layer(cls) else "inv_freq")
-    return len(buffer) == SIZES["head_dim"] // 4
+    if len(buffer) != SIZES["head_dim"] // 4:
+        return 0.0
+    return float(cls(**SIZES).rope_parameters.get("partial_rotary_factor", 1.0))
 
 
-def record(model_type: str) -> dict[str, Any]:
+def found(model_type: str, ours: HfType | None) -> HfType:
+    """What the class says."""
     cls = CONFIG_MAPPING[model_type]
     known = own_fields(cls)
+    classes = cls.__name__.removesuffix("Config")
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    return {
-        "config_class": cls.__name__,
-        "causal_lm": causal_lm,
-        "base_model": MODEL_MAPPING_NAMES[model_type],
-        "defaults": known,
-        "computed": computed(cls, known),
-        "aliases": dict(cls.attribute_map),
-        "rope_types": rope_types(cls),
-        "rope_theta": bases(cls),
-        "partial_rotary": partial_rotary(cls, causal_lm),
-    }
+    kind = HfType(
+        model_type=model_type,
+        classes=classes,
+        causal_lm="" if causal_lm == f"{classes}ForCausalLM" else causal_lm,
+        defaults=known,
+        computed=computed(cls, known, ours.computed if ours else {}),
+        aliases=dict(cls.attribute_map),
+        rope_types=rope_types(cls),
+        rope_theta=bases(cls),
+        partial_rotary=partial_rotary(cls, causal_lm),
+        tokenizer=ours.tokenizer if ours else None,  # of another table, and not compared here
+        tokenizer_overrules=ours.tokenizer_overrules if ours else False,
+    )
+    assert kind.model_classes[1] == MODEL_MAPPING_NAMES[model_type], model_type
+    return kind
+
+
+def differences(model_type: str) -> list[str]:
+    """The fields in which the record differs from the class, each as the class has it."""
+    ours = HF_TYPES[model_type][1] if model_type in HF_TYPES else None
+    theirs = found(model_type, ours)
+    return [
+        f"{field.name}={getattr(theirs, field.name)!r}"
+        for field in fields(HfType)
+        if ours is None or getattr(ours, field.name) != getattr(theirs, field.name)
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--check", action="store_true", help="compare with the file that is there")
+    parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", default=list(HF_TYPES))
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    table = {
-        "transformers": transformers.__version__,
-        "families": {name: record(name) for name in MODEL_TYPES},
-    }
-    text = json.dumps(table, indent=1) + "\n"
-    if args.check and text != TABLE.read_text():
-        raise SystemExit(f"{TABLE} differs from transformers {transformers.__version__}")
-    if not args.check:
-        TABLE.write_text(text)
+    print(f"transformers {transformers.__version__}; the records are of {TRANSFORMERS}")
+    wrong = {name: lines for name in args.model_types if (lines := differences(name))}
+    for name, lines in wrong.items():
+        print(f"{name}:", *lines, sep="\n    ")
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

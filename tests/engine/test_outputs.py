@@ -1,16 +1,19 @@
-"""IncrementalDetokenizer against decoding everything at once and searching all of it."""
+"""A sequence's text against decoding everything at once and searching all of it."""
 
 import codecs
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.engine.detokenize import IncrementalDetokenizer, Released
+from octavo.engine.outputs import SequenceOutput
 from octavo.loader import load
 from octavo.loader.base import Tokenizer
 from octavo.sampling.params import SamplingParams
+from octavo.scheduler.request import FinishReason
 
 EOS = 0
 USER_STOP = 1
@@ -71,23 +74,31 @@ stop_strings = st.one_of(
 )
 
 
-def run(token_ids: list[int], params: SamplingParams, chunk: int = 1) -> tuple[str, Released]:
+# Text, number of tokens, whether they end the output, what ends it
+Pushed = tuple[str, int, FinishReason | None, str | int | None]
+STOP = FinishReason.STOP
+NO_SAMPLER: Any = None
+
+
+def output(params: SamplingParams, stop_token_ids: Collection[int] = ()) -> SequenceOutput:
+    return SequenceOutput(TOKENIZER, params, stop_token_ids, NO_SAMPLER)
+
+
+def run(token_ids: list[int], params: SamplingParams, chunk: int = 1) -> tuple[str, Pushed]:
     """Everything pushed, in chunks; the joined text and a summary of the whole."""
-    detokenizer = IncrementalDetokenizer(
-        TOKENIZER, params, params.ending_ids(TOKENIZER.eos_token_ids)
-    )
+    pushed = output(params, params.ending_ids(TOKENIZER.eos_token_ids))
     text, count = "", 0
     for start in range(0, len(token_ids), chunk):
-        released = detokenizer.push(token_ids[start : start + chunk])
-        text += released.text
-        count += released.num_tokens
-        if released.finished:
-            return text, Released(text, count, True, released.stop_reason)
-    text += detokenizer.finish()
-    return text, Released(text, count)
+        more, taken, reason, stop = pushed.push(token_ids[start : start + chunk])
+        text += more
+        count += taken
+        if reason:
+            return text, (text, count, reason, stop)
+    text += pushed.finish()
+    return text, (text, count, None, None)
 
 
-def expected(token_ids: list[int], params: SamplingParams) -> Released:
+def expected(token_ids: list[int], params: SamplingParams) -> Pushed:
     """The same by decoding every prefix from its beginning and trying every end of the text."""
     endings = params.ending_ids(TOKENIZER.eos_token_ids)
 
@@ -107,7 +118,7 @@ def expected(token_ids: list[int], params: SamplingParams) -> Released:
         if token_id in endings:
             text = whole(count if params.include_stop_str_in_output else count - 1)
             reason = token_id if token_id in params.stop_token_ids else None
-            return Released(text, count, True, reason)
+            return text, count, STOP, reason
         text = certain(count)
         if count < params.min_tokens:
             continue
@@ -115,8 +126,8 @@ def expected(token_ids: list[int], params: SamplingParams) -> Released:
             for stop in sorted(params.stop, key=len, reverse=True):
                 if text[:end].endswith(stop):
                     kept = end if params.include_stop_str_in_output else end - len(stop)
-                    return Released(text[:kept], count, True, stop)
-    return Released(whole(len(token_ids)), len(token_ids))
+                    return text[:kept], count, STOP, stop
+    return whole(len(token_ids)), len(token_ids), None, None
 
 
 @settings(max_examples=500)
@@ -150,7 +161,7 @@ def test_equals_decoding_everything_and_searching_all_of_it(
     )
     text, whole = run(token_ids, params, chunk)
     assert whole == expected(token_ids, params)
-    assert text == whole.text
+    assert text == whole[0]
 
 
 @settings(max_examples=600)
@@ -159,12 +170,12 @@ def test_holds_back_exactly_what_may_become_a_stop_string(
     token_ids: list[int], stop: list[str]
 ) -> None:
     params = SamplingParams(stop=tuple(stop), ignore_eos=True, min_tokens=len(token_ids) + 1)
-    detokenizer = IncrementalDetokenizer(TOKENIZER, params, ())
+    detokenizer = output(params)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     certain = sent = ""
     for token_id in token_ids:
         certain += decoder.decode(TOKENIZER.token_bytes(token_id))
-        sent += detokenizer.push([token_id]).text
+        sent += detokenizer.push([token_id])[0]
         held = max(
             (
                 length
@@ -178,69 +189,69 @@ def test_holds_back_exactly_what_may_become_a_stop_string(
 
 
 def test_a_character_split_over_tokens_arrives_whole() -> None:
-    detokenizer = IncrementalDetokenizer(TOKENIZER, SamplingParams(), ())
-    deltas = [detokenizer.push([3 + byte]).text for byte in "é日🙂".encode()]
+    detokenizer = output(SamplingParams())
+    deltas = [detokenizer.push([3 + byte])[0] for byte in "é日🙂".encode()]
     assert deltas == ["", "é", "", "", "日", "", "", "", "🙂"]
     assert detokenizer.finish() == ""
 
 
 def test_a_character_cut_off_by_the_end_is_one_replacement() -> None:
-    detokenizer = IncrementalDetokenizer(TOKENIZER, SamplingParams(), ())
-    assert detokenizer.push([3 + byte for byte in "🙂".encode()[:3]]).text == ""
+    detokenizer = output(SamplingParams())
+    assert detokenizer.push([3 + byte for byte in "🙂".encode()[:3]])[0] == ""
     assert detokenizer.finish() == "\ufffd"
 
 
 def test_thousands_of_invalid_bytes_keep_flowing_and_nothing_piles_up() -> None:
-    detokenizer = IncrementalDetokenizer(TOKENIZER, SamplingParams(stop=("END",)), ())
+    detokenizer = output(SamplingParams(stop=("END",)))
     invalid = 3 + 0xFF
     for _ in range(5000):
-        assert detokenizer.push([invalid]).text == "\ufffd"
+        assert detokenizer.push([invalid])[0] == "\ufffd"
         # What the next token's cost can depend on.
         assert (detokenizer._held, detokenizer._partial) == ("", b"")
     assert detokenizer.finish() == ""
 
 
 def test_leads_without_followers_are_replaced_as_soon_as_that_is_certain() -> None:
-    detokenizer = IncrementalDetokenizer(TOKENIZER, SamplingParams(), ())
+    detokenizer = output(SamplingParams())
     lead = 3 + 0xE6
-    assert detokenizer.push([lead]).text == ""
+    assert detokenizer.push([lead])[0] == ""
     for _ in range(1000):
-        assert detokenizer.push([lead]).text == "\ufffd"
+        assert detokenizer.push([lead])[0] == "\ufffd"
     assert detokenizer.finish() == "\ufffd"
 
 
 def test_a_stop_string_across_tokens_is_never_sent() -> None:
-    detokenizer = IncrementalDetokenizer(TOKENIZER, SamplingParams(stop=("abEND",)), ())
+    detokenizer = output(SamplingParams(stop=("abEND",)))
     push = [TOKENIZER.table.index(piece) for piece in (b"ba", b"b", b"EN", b"D")]
     assert [detokenizer.push([token_id]) for token_id in push] == [
-        Released("b", 1),
-        Released("", 1),
-        Released("", 1),
-        Released("", 1, True, "abEND"),
+        ("b", 1, None, None),
+        ("", 1, None, None),
+        ("", 1, None, None),
+        ("", 1, STOP, "abEND"),
     ]
 
 
 def test_text_that_only_looked_like_a_stop_string_is_released_in_order() -> None:
-    detokenizer = IncrementalDetokenizer(TOKENIZER, SamplingParams(stop=("abEND",)), ())
+    detokenizer = output(SamplingParams(stop=("abEND",)))
     push = [TOKENIZER.table.index(piece) for piece in (b"ab", b"EN", b"ab")]
-    assert [detokenizer.push([token_id]).text for token_id in push] == ["", "", "abEN"]
+    assert [detokenizer.push([token_id])[0] for token_id in push] == ["", "", "abEN"]
     assert detokenizer.finish() == "ab"
 
 
 def test_a_block_of_tokens_ends_at_the_stop() -> None:
     params = SamplingParams(stop=("b",))
-    detokenizer = IncrementalDetokenizer(TOKENIZER, params, {EOS})
+    detokenizer = output(params, {EOS})
     letters = [3 + ord(letter) for letter in "xabyz"]
-    assert detokenizer.push(letters) == Released("xa", 3, True, "b")
-    detokenizer = IncrementalDetokenizer(TOKENIZER, SamplingParams(), {EOS})
-    assert detokenizer.push([*letters, EOS, *letters]) == Released("xabyz", 6, True, None)
+    assert detokenizer.push(letters) == ("xa", 3, STOP, "b")
+    detokenizer = output(SamplingParams(), {EOS})
+    assert detokenizer.push([*letters, EOS, *letters]) == ("xabyz", 6, STOP, None)
 
 
 def test_a_stop_string_completed_before_min_tokens_does_not_stop() -> None:
     params = SamplingParams(stop=("b",), min_tokens=3)
     letters = [3 + ord(letter) for letter in "abab"]
-    assert run(letters, params)[1] == Released("aba", 4, True, "b")
-    assert run(letters, SamplingParams(stop=("b",), min_tokens=2))[1] == Released("a", 2, True, "b")
+    assert run(letters, params)[1] == ("aba", 4, STOP, "b")
+    assert run(letters, SamplingParams(stop=("b",), min_tokens=2))[1] == ("a", 2, STOP, "b")
 
 
 def _check_real(path: Path) -> None:
@@ -249,8 +260,8 @@ def _check_real(path: Path) -> None:
         " The capital – naïve café, 日本語テキスト 🙂👩‍👩‍👧 \t\n\n  def f(x):\n    return x\u0301 ﷽"
     )
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(), tokenizer.eos_token_ids)
-    deltas = [detokenizer.push([token_id]).text for token_id in token_ids]
+    detokenizer = SequenceOutput(tokenizer, SamplingParams(), tokenizer.eos_token_ids, NO_SAMPLER)
+    deltas = [detokenizer.push([token_id])[0] for token_id in token_ids]
     assert not any("\ufffd" in delta for delta in deltas)
     assert "".join(deltas) + detokenizer.finish() == tokenizer.decode(token_ids) == text
 
@@ -268,4 +279,4 @@ def test_special_tokens_are_text_only_when_asked(include: bool) -> None:
     params = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=include)
     text, whole = run([3 + ord("a"), SPECIAL, EOS], params)
     assert text == ("a<2><0>" if include else "a<2>")
-    assert whole.num_tokens == 3
+    assert whole[1] == 3

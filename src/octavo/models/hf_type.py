@@ -1,0 +1,97 @@
+"""What the config classes of `transformers` make of a config.json.
+
+tests/oracle/check_config_classes.py compares what the families state with the classes themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from octavo.models.config import MAX_LAYERS
+from octavo.models.section import Section
+
+TRANSFORMERS = "5.24.0"  # the release that the families describe
+FULL, SLIDING = "full_attention", "sliding_attention"  # layer types
+
+
+class Rule(NamedTuple):
+    """How a class computes a key: of all values of the file and of the defaults."""
+
+    says: str  # for people
+    value: Callable[[Section], Any]
+    always: bool = False  # over what the file has, too; else where it has nothing or null
+
+
+def layer_types(values: Section, sliding: Callable[[int], bool]) -> list[str]:
+    """Return the type of each layer."""
+    count = values.count("num_hidden_layers")
+    if count > MAX_LAYERS:
+        values.fail(f"num_hidden_layers is {count}, above {MAX_LAYERS}")
+    return [SLIDING if sliding(index) else FULL for index in range(count)]
+
+
+HEAD_DIM = Rule(
+    "hidden_size // num_attention_heads",
+    lambda values: values.count("hidden_size") // values.count("num_attention_heads"),
+)
+KV_HEADS = Rule("num_attention_heads", lambda values: values.count("num_attention_heads"))
+USED_WINDOW = Rule(
+    "sliding_window if use_sliding_window",
+    lambda values: values.values["sliding_window"] if values.flag("use_sliding_window") else None,
+    always=True,
+)
+# What most classes have in common.
+LLAMA_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-06,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+ROPE_TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfType:
+    """A ``model_type`` of config.json, and its config class as far as the computation depends on
+    it.
+
+    What a model has follows from the keys that its class has: windows from ``sliding_window`` and
+    ``layer_types``, experts from ``num_experts_per_tok``, biases from `Family.bias_keys`.
+    """
+
+    model_type: str
+    classes: str  # what the names of its classes begin with: "Llama"
+    causal_lm: str = ""  # the model's class, if it is not called as the others
+    defaults: Mapping[str, Any]  # of every key that is a field of the class
+    computed: Mapping[str, Rule] = field(default_factory=dict)  # by key
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys
+    # Those that it takes, and what it takes them for.
+    rope_types: Mapping[str, str] = field(default_factory=lambda: ROPE_TYPES)
+    # The default by layer type, or of all as "".
+    rope_theta: Mapping[str, float] = field(default_factory=lambda: {"": 10000.0})
+    # The default of partial_rotary_factor; 0: unscaled rotary positions do not heed it.
+    partial_rotary: float = 0.0
+    # The tokenizer's class (models/auto/tokenization_auto.py). "": tokenizer.json as it is; None:
+    # that which the folder names.
+    tokenizer: str | None = None
+    tokenizer_overrules: bool = False  # whatever class a folder names
+
+    @property
+    def config_class(self) -> str:
+        return f"{self.classes}Config"
+
+    @property
+    def model_classes(self) -> tuple[str, str]:
+        """The model with a head, which files name, and the one without."""
+        return self.causal_lm or f"{self.classes}ForCausalLM", f"{self.classes}Model"

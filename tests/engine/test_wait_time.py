@@ -196,7 +196,7 @@ def test_what_would_miss_its_target_is_told_when_it_would_not() -> None:
 
 
 def test_who_would_wait_longer_than_the_most_is_refused() -> None:
-    simulated = Simulated(policy=PolicyConfig(max_queue_time=0.5))
+    simulated = Simulated(max_queue_time=0.5)
     simulated.ask(100, 5)
     check(simulated, None, Forecast(0.5, 0.0, 0.0))
     with pytest.raises(AdmissionError, match=r"it would wait .* by prediction") as refused:

@@ -5,6 +5,7 @@ before the next; a test that passes must not leave one.
 """
 
 import asyncio
+import gc
 import os
 import threading
 from collections.abc import Generator, Iterator
@@ -16,6 +17,7 @@ import httpx
 import pytest
 from hypothesis import Phase, settings
 
+import blas  # noqa: F401
 from octavo.engine.async_engine import AsyncEngine
 from octavo.loader import apart, pull
 from patience import PATIENCE
@@ -29,6 +31,11 @@ settings.register_profile(
     "once", settings.get_profile("steady"), phases=(Phase.explicit, Phase.generate)
 )
 settings.load_profile("steady")
+
+# A server in the test's own loop answers when it gets to it, in httpx's five seconds or later.
+for _method in (httpx.AsyncClient.__init__, httpx.Client.__init__, httpx.get, httpx.post):
+    assert "timeout" in _method.__kwdefaults__
+    _method.__kwdefaults__["timeout"] = PATIENCE
 
 assert 10.0 <= apart.START_SECONDS < PATIENCE
 apart.START_SECONDS = PATIENCE  # a busy machine takes its time to start a process
@@ -45,6 +52,21 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             from octavo.machine.limits import Limits
 
             Limits.stored()
+
+
+def pytest_collection_finish() -> None:
+    """Keep all that was imported from the collector: each engine that is loaded has it make a full
+    pass.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    if not gc.get_freeze_count():  # an engine was closed
+        gc.collect(1)
+        gc.freeze()
 
 
 _passed = pytest.StashKey[bool]()
@@ -96,17 +118,6 @@ def _stop(engine: AsyncEngine) -> None:
 
     threading.Thread(target=stop, daemon=True).start()
     stopped.result(PATIENCE)
-
-
-@pytest.fixture(autouse=True)
-def _patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server in the test's own loop answers when it gets to it, in httpx's five seconds or
-    later.
-    """
-    for method in (httpx.AsyncClient.__init__, httpx.Client.__init__, httpx.get, httpx.post):
-        defaults = method.__kwdefaults__
-        assert "timeout" in defaults
-        monkeypatch.setitem(defaults, "timeout", PATIENCE)
 
 
 def _model(name: str) -> Path:

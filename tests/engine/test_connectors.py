@@ -386,6 +386,7 @@ def test_asking_whether_all_is_read_counts_nothing() -> None:
     assert seq.prefetch is not None
     for _ in range(3):
         assert not connectors.prefetcher.is_ready(seq.prefetch, connectors.clock.now())
+    assert connectors.prefetcher.is_ready(seq.prefetch, seq.prefetch.deadline)
     connectors.settle()
     for _ in range(3):
         assert connectors.prefetcher.is_ready(seq.prefetch, connectors.clock.now())

@@ -307,6 +307,17 @@ def test_time_is_never_lost_with_heads_and_a_lookup(
         assert heads.asked <= 0.06 * 200 * answers_each  # steps
 
 
+def one_after_another(engine: Engine, count: int, max_tokens: int) -> None:
+    """Requests with prompts of 300 tokens."""
+    for index in range(count):
+        prompt = [(index * 31 + at * 7) % MODEL.vocab_size for at in range(300)]
+        params = SamplingParams(seed=index, max_tokens=max_tokens)
+        request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
+        engine.add_request(request)
+        while engine.has_work():
+            engine.step()
+
+
 @pytest.mark.parametrize(
     ("rate", "cost", "max_tokens", "gain"),
     [(0.9, 5e-5, 400, 1.25), (0.9, 2e-3, 400, 0.0), (0.2, 2e-4, 400, 0.0), (0.9, 5e-5, 12, 0.0)],
@@ -319,13 +330,7 @@ def test_texts_are_read_where_that_pays(
 
     def seconds(rate: float | None) -> tuple[float, int]:
         engine = simulator(1, rate=rate, cost=cost, reading=5e-5)
-        for index in range(count):
-            prompt = [(index * 31 + at * 7) % MODEL.vocab_size for at in range(300)]
-            params = SamplingParams(seed=index, max_tokens=max_tokens)
-            request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
-            engine.add_request(request)
-            while engine.has_work():
-                engine.step()
+        one_after_another(engine, count, max_tokens)
         if engine.speculator is None:
             return engine.clock.now(), 0
         drafter = engine.speculator._model
@@ -354,13 +359,7 @@ def test_answers_shorter_than_allowed_do_not_pay_for_long_texts(
 
     def seconds(rate: float | None) -> float:
         engine = simulator(1, rate=rate, cost=5e-5, reading=reading, stop_rate=stop_rate, eos=(7,))
-        for index in range(int(1500 * max(stop_rate, 0.02))):
-            prompt = [(index * 31 + at * 7) % MODEL.vocab_size for at in range(300)]
-            params = SamplingParams(seed=index, max_tokens=700)
-            request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
-            engine.add_request(request)
-            while engine.has_work():
-                engine.step()
+        one_after_another(engine, int(1500 * max(stop_rate, 0.02)), 700)
         return engine.clock.now()
 
     without = seconds(None)

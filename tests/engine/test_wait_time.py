@@ -93,7 +93,7 @@ def errors(told: Sequence[tuple[Forecast, RequestRecord]]) -> list[tuple[float, 
     ]
 
 
-def check(simulated: Simulated, target: LatencyTarget, forecast: Forecast) -> None:
+def check(simulated: Simulated, target: LatencyTarget | None, forecast: Forecast) -> None:
     admission = simulated.engine.scheduler.admission
     admission.within_target = True
     expected = simulated.waiting.expected_output
@@ -193,6 +193,15 @@ def test_what_would_miss_its_target_is_told_when_it_would_not() -> None:
     assert late.value.retry_after is not None
     simulated.run(late.value.retry_after)  # who comes back then is let in
     check(simulated, LatencyTarget(ttft=forecast.ttft / 2), waiting.forecast(asks(100)))
+
+
+def test_who_would_wait_longer_than_the_most_is_refused() -> None:
+    simulated = Simulated(max_queue_time=0.5)
+    simulated.ask(100, 5)
+    check(simulated, None, Forecast(0.5, 0.0, 0.0))
+    with pytest.raises(AdmissionError, match=r"it would wait .* by prediction") as refused:
+        check(simulated, None, Forecast(0.75, 0.0, 0.0))
+    assert refused.value.retry_after == 0.25
 
 
 def test_predictions_are_bounded() -> None:

@@ -1,7 +1,7 @@
 """What `SamplingParams.validated` refuses, by name, and what it lets through unchanged."""
 
 import math
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
@@ -152,3 +152,10 @@ def test_anything_is_accepted_or_refused_by_name(field: str, value: Any) -> None
 def test_ending_ids() -> None:
     assert SamplingParams(stop_token_ids=(5,)).ending_ids([1, 2]) == {1, 2, 5}
     assert SamplingParams(stop_token_ids=(5,), ignore_eos=True).ending_ids([1, 2]) == {5}
+
+
+def test_they_are_given_by_name_and_do_not_change() -> None:
+    with pytest.raises(TypeError):
+        SamplingParams(0.5)
+    with pytest.raises(FrozenInstanceError):
+        SamplingParams().temperature = 0.5

@@ -5,7 +5,7 @@ import pytest
 
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.sampler import Sampler, SamplerState
-from octavo.sampling.scripted import ScriptedSampler
+from octavo.sampling.scripted import ScriptedSampler, mix
 
 SAMPLER = ScriptedSampler(50)
 
@@ -23,11 +23,16 @@ def test_tokens_depend_on_seed_choice_and_position_alone() -> None:
     assert tokens(SAMPLER, state, 60) == first[40:]
     fork = SAMPLER.new_state(params, [1], ()).fork(1)
     assert tokens(SAMPLER, fork, 100) != first
+    assert fork.stream == SAMPLER.new_state(params, [1], (), 1).stream
     assert tokens(SAMPLER, SAMPLER.new_state(SamplingParams(seed=4), [1], ()), 100) != first
     states = [SAMPLER.new_state(params, [1], (), choice) for choice in range(3)]
     together = SAMPLER.sample(None, [0, 1, 2], states).token_ids
     apart = [tokens(SAMPLER, SAMPLER.new_state(params, [1], (), c), 1)[0] for c in range(3)]
     assert together == apart
+
+
+def test_it_mixes_as_the_paper_does() -> None:
+    assert [mix(0), mix(1)] == [0xE220A8397B1DCDAF, 0x910A2DEC89025CC1]
 
 
 def test_no_stop_token_unless_a_rate_is_given() -> None:
@@ -100,6 +105,7 @@ def test_drawing_ahead_is_drawing() -> None:
             [SAMPLER.new_state(SamplingParams(seed=seed), [1], stops) for seed in range(3)]
             for _ in "ab"
         )
+        assert min(map(SAMPLER.draws_to_go, ahead)) > 80, "nothing ends them"
         for _ in range(2):
             drawn = SAMPLER.sample_ahead(ahead, 40)
             assert drawn.tolist() == [tokens(SAMPLER, state, 40) for state in apart]

@@ -460,18 +460,12 @@ def test_an_slo_that_nothing_keeps_is_said(config: Path, trace: Path) -> None:
     ("args", "said"),
     [
         (["--slo", "ttft=0"], "a limit is from 1e-06 to 1e+12 ms"),
-        (["--slo", "ttft=1e-308"], "a limit is from 1e-06 to 1e+12 ms"),
-        (["--slo", "ttft=1e308"], "a limit is from 1e-06 to 1e+12 ms"),
         (["--slo", "ttft=5", "--max-seconds", "1e-9"], "no trial could be made, the time was up"),
-        (["--slo", "ttft=5", "--max-seconds", "0"], "no trial could be made, the time was up"),
         (["--slo", "ttft=5", "--plot", "/no/such/folder/a.svg"], "there is no folder"),
         (["--slo", "ttft=5", "--max-num-seqs", "1000000000000"], "--max-num-seqs"),
         (["--slo", "ttft=5", "--block-size", "17"], "--block-size is 17, not a multiple"),
-        (["--slo", "ttft=-5"], "--slo"),
-        (["--slo", "ttft=nan"], "--slo"),
         (["--slo", "latency=5"], "'latency' is none of ttft, tpot, e2el"),
         (["--slo", "ttft=5", "--slo-attainment", "0"], "attainment"),
-        (["--slo", "ttft=5", "--device", "abacus"], "'abacus' is not known"),
         (["--slo", "ttft=5", "--device", "h100", "--confirm"], "--confirm runs on this machine"),
         (["--slo", "ttft=5", "--plot", "a.txt"], "a plot is a file of"),
         (["--slo", "ttft=5", "--max-num-seqs", "64", "--max-num-batched-tokens", "8"], "8"),
@@ -487,8 +481,6 @@ def test_an_slo_that_nothing_keeps_is_said(config: Path, trace: Path) -> None:
                 "is not simulated: what its drafter takes is not counted; ngram and suffix are",
             )
             for how in (
-                '{"model": "no-such-model"}',
-                '{"method": "medusa", "model": "no-such-folder"}',
                 '{"method": "layer_skip", "layers": [0, 1]}',
                 '{"method": "a.module:Drafter"}',
             )

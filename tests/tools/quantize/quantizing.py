@@ -1,7 +1,5 @@
 """Small models to quantize, and layouts read back word by word, from their descriptions."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

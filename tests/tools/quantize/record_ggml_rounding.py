@@ -3,8 +3,6 @@
 python tests/tools/quantize/record_ggml_rounding.py      # gguf 0.19 (https://pypi.org/project/gguf)
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

@@ -1,7 +1,5 @@
 """AWQ: what is folded is the same function, and what comes out loses less than rounding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

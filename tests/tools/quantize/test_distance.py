@@ -1,7 +1,5 @@
 """Distances against their definition in plain numpy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

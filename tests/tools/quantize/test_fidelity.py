@@ -1,7 +1,5 @@
 """Fidelity: the references, the text, greedy divergence, and the command on tiny models."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence
@@ -36,8 +34,8 @@ from octavo.tools.quantize.fidelity import (
     windows,
 )
 from oracle.tiny_folders import FAMILIES, folder, recorded, talking_folder
+from paths import ORACLE
 
-ORACLE = Path(__file__).parents[2] / "oracle"
 TINY = ("tiny-llama", "tiny-llama-odd", "tiny-llama-legacy", "tiny-llama-k", "tiny-gemma3",
         "tiny-gemma3-caps")  # fmt: skip
 

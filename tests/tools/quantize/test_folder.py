@@ -1,8 +1,6 @@
 """Folders: their tensors mean what was quantized, to a reader written from the descriptions and to
 Octavo's own, for every family, layout and source."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -14,9 +12,10 @@ from octavo.loader import load
 from octavo.tools.quantize.hf_model import places
 from octavo.tools.quantize.quantize_checkpoint import WORK
 from oracle.tiny_folders import FAMILIES, folder, gguf_file
+from paths import ORACLE
 from tools.quantize.quantizing import Float32, logits_of, make, modules, qwen3_folder, weights_of
 
-TINY = Path(__file__).parents[2] / "oracle" / "tiny-llama-k.gguf"
+TINY = ORACLE / "tiny-llama-k.gguf"
 LAYOUTS = [
     {"format": "gptq"},
     {"format": "gptq", "symmetric": True},

@@ -1,9 +1,5 @@
 """Rounding to nearest in GGUF's formats gives the bytes of ggml's own reference."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -12,8 +8,9 @@ from octavo.loader.dequantize import dequantize
 from octavo.tools.quantize.ggml_rounding import ggml_round
 from octavo.tools.quantize.gguf_writer import blocks
 from octavo.tools.quantize.grid import CodeKind, Scheme, round_to_nearest
+from paths import TESTS
 
-RECORDED = Path(__file__).with_name("ggml_rounding.npz")
+RECORDED = TESTS / "tools/quantize/ggml_rounding.npz"
 SCHEMES = {
     "Q4_0": Scheme(4, 32, CodeKind.Q4_0),
     "Q4_1": Scheme(4, 32, CodeKind.Q4_1),

@@ -1,7 +1,5 @@
 """GGUF files made of folders: the same model and the same tokens, or a refusal that says why."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -182,7 +180,6 @@ def test_every_kind_of_tokenizer(kind: str, tmp_path: Path) -> None:
     assert after.tokenizer.bos_token_id == before.tokenizer.bos_token_id
     messages: list[dict[str, object]] = [{"role": "user", "content": "Hello there"}]
     if before.chat_template is not None:
-        assert after.chat_template is not None
         text = before.chat_template.render(messages, add_generation_prompt=True)
         assert after.chat_template.render(messages, add_generation_prompt=True) == text
         assert outcome.notes or after.tokenizer.encode(text) == before.tokenizer.encode(text)
@@ -193,8 +190,6 @@ def test_types_of_tokens(tmp_path: Path) -> None:
     make(source, tmp_path / "out.gguf", format="gguf")
     file = GgufFile(tmp_path / "out.gguf")
     types, tokens = file.numbers("tokenizer.ggml.token_type"), file.strings("tokenizer.ggml.tokens")
-    assert types is not None
-    assert tokens is not None
     texts = tokens.text()
     assert [types[texts.index(text)] for text in ("<s>", "<|user|>", "<0x41>")] == [3, 3, 6]
     assert types[-5:].tolist() == [5] * 5  # ids that the embedding has and the tokenizer has not

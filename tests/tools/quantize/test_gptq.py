@@ -2,8 +2,6 @@
 the inverse Hessian of the columns that are left (Frantar & Alistarh, 2022, "Optimal Brain
 Compression")."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest

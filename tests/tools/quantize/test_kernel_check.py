@@ -1,9 +1,6 @@
 """The check of the kernels: it passes what is right and names what is not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +15,8 @@ from octavo.tools.quantize.kernel_check import (
     outlier_columns,
     product_error,
 )
+from paths import ORACLE
 
-ORACLE = Path(__file__).parents[2] / "oracle"
 GROUPED = (WeightFormat.I3, WeightFormat.I4, WeightFormat.I8)
 FILES = ("tiny-llama", "tiny-llama-legacy", "tiny-llama-k", "tiny-gemma3")
 
@@ -113,7 +110,6 @@ def test_columns_that_lose_precision_are_counted() -> None:
     scales[11] = 0.0
     scales[12, 1:] = 0.0  # one group only: nothing beside it loses
     ratios = outlier_columns(q4_0(scales))
-    assert ratios is not None
     assert np.flatnonzero(ratios > 100).tolist() == [3, 7]
     assert ratios[3] == pytest.approx(128, rel=1e-2)
     eight = Weight("w", WeightFormat.Q8_0, (1, 32), np.zeros(34, np.uint8))

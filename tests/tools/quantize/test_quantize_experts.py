@@ -1,7 +1,5 @@
 """Sparse experts: each learns from the rows routed to it, and who saw too few is counted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -67,7 +65,6 @@ def test_modules_mean_the_same_to_every_reader(
         if place.name in found
     }
     experts = checkpoint.config.experts
-    assert experts is not None
     assert len(roles) == (4 + 3 * experts.count) * len(checkpoint.config.layers)
     for module, role in roles.items():
         assert np.array_equal(found[module], ours[role]), module
@@ -158,7 +155,6 @@ def test_who_has_seen_too_little_is_counted(tmp_path: Path) -> None:
     few = SAMPLES[:1, :16]
     outcome = make_on(source, tmp_path / "out", few)
     experts = load(source).config.experts
-    assert experts is not None
     counts = routed(source, few)
     expected = sum(int((each < SEEN * 64).sum()) for each in counts)
     assert expected > 0
@@ -224,8 +220,7 @@ def test_starved_experts_are_part_of_the_state(tmp_path: Path) -> None:
     state.close()
 
 
-@pytest.mark.parametrize("name", SPARSE)
-@pytest.mark.parametrize("out", ["gptq", "out.gguf"])
+@pytest.mark.parametrize(("name", "out"), [("mixtral", "gptq"), ("qwen3moe", "out.gguf")])
 def test_the_commands(name: str, out: str, tmp_path: Path) -> None:
     source = recorded("gpt2", tmp_path / "source", family=name)
     text = tmp_path / "text.txt"

@@ -1,14 +1,14 @@
 """A run from start to end: resumed after an interruption, refused where it must be."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from octavo.tools.quantize.quantize_checkpoint import WORK, quantize
 from octavo.tools.quantize.quantizer import Quantizer, Report
 from octavo.tools.quantize.state import QuantizeError
 from oracle.tiny_folders import folder, talking_folder
+from paths import ORACLE
 from tools.quantize.quantizing import (
     SAMPLES,
     logits_of,
@@ -39,7 +40,12 @@ from tools.quantize.quantizing import (
     weights_of,
 )
 
-GGUF = Path(__file__).parents[2] / "oracle" / "tiny-llama-legacy.gguf"  # of two layers
+GGUF = ORACLE / "tiny-llama-legacy.gguf"  # of two layers
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return qwen3_folder(tmp_path / "source")
 
 
 class Stop(BaseException):
@@ -59,11 +65,24 @@ def stop_at(layer: int, role: str) -> Any:
     return progress
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
+    """The digests of what a method makes of the source when nothing interrupts it."""
+
+    @cache
+    def made(method: str = "rtn") -> dict[str, str]:
+        path = tmp_path_factory.mktemp(method)
+        make(qwen3_folder(path / "source"), path / "out", method=method)
+        return digests(path / "out")
+
+    return made
+
+
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
 @pytest.mark.parametrize("role", ["attn_q", "ffn_down"])
-def test_a_resumed_run_gives_the_same_bytes(method: str, role: str, tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
-    make(source, tmp_path / "whole", method=method)
+def test_a_resumed_run_gives_the_same_bytes(
+    method: str, role: str, tmp_path: Path, source: Path, whole: Callable[..., dict[str, str]]
+) -> None:
     with pytest.raises(Stop):
         make(source, tmp_path / "out", method=method, progress=stop_at(1, role))
     assert (tmp_path / "out" / WORK / "layer-0000.npz").exists()
@@ -71,7 +90,7 @@ def test_a_resumed_run_gives_the_same_bytes(method: str, role: str, tmp_path: Pa
     seen: list[Report] = []
     make(source, tmp_path / "out", method=method, progress=seen.append)
     assert {report.layer for report in seen if report.role} == {1}  # the first is not done again
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert digests(tmp_path / "out") == whole(method)
 
 
 def test_a_resumed_gguf_is_the_same_file(tmp_path: Path) -> None:
@@ -107,8 +126,7 @@ def test_writing_can_fail_and_be_done_again(
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
-def test_other_settings_do_not_go_on(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_other_settings_do_not_go_on(tmp_path: Path, source: Path) -> None:
     with pytest.raises(Stop):
         make(source, tmp_path / "out", method="gptq", progress=stop_at(1, "attn_q"))
     with pytest.raises(QuantizeError, match=r'method "gptq" → "awq"'):
@@ -121,16 +139,14 @@ def test_other_settings_do_not_go_on(tmp_path: Path) -> None:
     make(source, tmp_path / "out", method="gptq")
 
 
-def test_another_model_does_not_go_on(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_another_model_does_not_go_on(tmp_path: Path, source: Path) -> None:
     with pytest.raises(Stop):
         make(source, tmp_path / "out", progress=stop_at(1, "attn_q"))
     with pytest.raises(QuantizeError, match="model"):
         make(GGUF, tmp_path / "out")
 
 
-def test_damaged_work_is_named(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_damaged_work_is_named(tmp_path: Path, source: Path) -> None:
     with pytest.raises(Stop):
         make(source, tmp_path / "out", progress=stop_at(1, "attn_q"))
     layer = tmp_path / "out" / WORK / "layer-0000.npz"
@@ -175,10 +191,8 @@ def test_a_layer_file_is_used_by_its_own_run_only(what: str, tmp_path: Path) -> 
 
 
 def test_a_kill_while_work_is_removed_leaves_a_run_to_go_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Path, whole: Callable[..., Any]
 ) -> None:
-    source = qwen3_folder(tmp_path / "source")
-    make(source, tmp_path / "whole")
     real = Path.unlink
 
     def killed(self: Path, missing_ok: bool = False) -> None:
@@ -193,20 +207,18 @@ def test_a_kill_while_work_is_removed_leaves_a_run_to_go_on_with(
     left = {path.name for path in (tmp_path / "out" / WORK).iterdir()}
     assert left == {"lock", "state.json", "layer-0000.npz"}
     make(source, tmp_path / "out")
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert digests(tmp_path / "out") == whole()
 
 
-def test_what_is_whole_is_not_written_over(tmp_path: Path) -> None:
+def test_what_is_whole_is_not_written_over(tmp_path: Path, source: Path) -> None:
     """Not where a kill left an empty work folder in it."""
-    source = qwen3_folder(tmp_path / "source")
     make(source, tmp_path / "out")
     (tmp_path / "out" / WORK).mkdir()
     with pytest.raises(QuantizeError, match="holds no interrupted run"):
         make(source, tmp_path / "out", symmetric=True)
 
 
-def test_a_work_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_a_work_folder_that_is_a_link_is_refused(tmp_path: Path, source: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / WORK).symlink_to(tmp_path / "theirs")
@@ -215,8 +227,7 @@ def test_a_work_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "theirs").iterdir())
 
 
-def test_the_source_folder_is_not_written_into(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_the_source_folder_is_not_written_into(source: Path) -> None:
     with pytest.raises(QuantizeError, match="lies in the source folder"):
         make(source, source / "small")
     assert not (source / "small").exists()
@@ -230,9 +241,8 @@ def fault_of(state: states.State) -> str | None:
     return None
 
 
-def test_any_damage_to_work_is_named(tmp_path: Path) -> None:
+def test_any_damage_to_work_is_named(tmp_path: Path, source: Path) -> None:
     """Changed bytes and cut ends, in headers, directory and contents."""
-    source = qwen3_folder(tmp_path / "source")
     with pytest.raises(Stop):
         make(source, tmp_path / "out", method="gptq", progress=stop_at(1, "attn_q"))
     layer = tmp_path / "out" / WORK / "layer-0000.npz"
@@ -257,9 +267,8 @@ def test_any_damage_to_work_is_named(tmp_path: Path) -> None:
     state.close()
 
 
-def test_a_weight_that_changed_is_another_model(tmp_path: Path) -> None:
+def test_a_weight_that_changed_is_another_model(source: Path) -> None:
     """Not in its first row only."""
-    source = qwen3_folder(tmp_path / "source")
     chosen, _ = recipe("rtn")
 
     def model(checkpoint: Any) -> Any:
@@ -272,10 +281,9 @@ def test_a_weight_that_changed_is_another_model(tmp_path: Path) -> None:
 
 
 def test_every_byte_of_a_large_weight_tells_models_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, source: Path
 ) -> None:
     monkeypatch.setattr(quantizers, "_DIGEST_BYTES", 1000)  # several rows at a time
-    source = qwen3_folder(tmp_path / "source")
     chosen, _ = recipe("rtn")
     checkpoint = load(source)
     role = "layers.1.ffn_up"
@@ -307,8 +315,7 @@ def test_a_model_with_biases_is_the_same_in_another_process(tmp_path: Path) -> N
     assert len(found) == 1
 
 
-def test_an_empty_folder_of_the_user_s_stays(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_an_empty_folder_of_the_user_s_stays(tmp_path: Path, source: Path) -> None:
     for name in ("mine", "made"):
         if name == "mine":
             (tmp_path / name).mkdir()
@@ -351,8 +358,7 @@ def test_too_little_room_is_said_before(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "out").exists()
 
 
-def test_groups_that_do_not_divide(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_groups_that_do_not_divide(tmp_path: Path, source: Path) -> None:
     with pytest.raises(
         QuantizeError,
         match=r"source: model\.layers\.0\.mlp\.down_proj\S* has 96 inputs, .*group size 64",
@@ -371,8 +377,7 @@ def test_inputs_that_the_engine_does_not_take(layout: str, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-def test_outputs_that_the_layout_has_no_place_for(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_outputs_that_the_layout_has_no_place_for(tmp_path: Path, source: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
     config |= {"head_dim": 10, "num_key_value_heads": 2}  # 20 outputs of k and v, 40 of q
@@ -402,8 +407,7 @@ def spoilt(role: str, where: int, value: float, path: Path) -> Any:
     return replace(checkpoint, weights=checkpoint.weights | {role: bad})
 
 
-def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_numbers_that_are_none_are_named(tmp_path: Path, source: Path) -> None:
     chosen, format = recipe("gptq")
     for method in ("gptq", "rtn", "awq"):
         bad = spoilt("layers.1.ffn_up", 5, np.nan, source)
@@ -573,8 +577,7 @@ def test_an_interrupted_out_is_named_where_it_is_used(tmp_path: Path) -> None:
     assert resolve(str(tmp_path / "out")) == (tmp_path / "out").resolve()
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
-    source = qwen3_folder(tmp_path / "source")
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, source: Path, whole: Callable[..., Any]) -> None:
     script = (
         "import os, signal; from octavo.tools.quantize import state; real = state.State.save\n"
         "def save(self, layer, result):\n"
@@ -596,5 +599,4 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     assert (tmp_path / "out" / WORK / "layer-0000.npz").exists()
     result = command(*arguments[1:], "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    make(source, tmp_path / "whole")
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert digests(tmp_path / "out") == whole()

@@ -1,7 +1,5 @@
 """Which matrices are rounded, what that takes, and what is said before it is done."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from octavo.tools.quantize.quantizer import Method, Recipe
 from octavo.tools.quantize.scope import EMBEDDING, HEAD, ends, kept, large, worth
 from oracle.test_families import run
 from oracle.tiny_folders import talking_folder
+from paths import ORACLE
 from tools.quantize.quantizing import (
     SAMPLES,
     logits_of,
@@ -31,7 +30,6 @@ from tools.quantize.quantizing import (
     weights_of,
 )
 
-ORACLE = Path(__file__).parents[2] / "oracle"
 LEGACY = ORACLE / "tiny-llama-legacy.gguf"  # with a head of its own
 MIXED = ORACLE / "tiny-llama-k.gguf"  # whose head is its embedding
 

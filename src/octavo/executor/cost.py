@@ -213,13 +213,18 @@ class _Term(NamedTuple):
 
     def cost(self, n: int) -> OpCost:
         """Return the cost for ``n`` tokens, or rows that want logits."""
+        moved, ops, arithmetic, together = self.of(n)
+        return OpCost(moved, 0, ops, arithmetic, together)
+
+    def of(self, n: int) -> tuple[int, int, Arithmetic, int]:
+        """Return the arguments of `Rates.seconds`, more quickly than `cost`."""
         fixed, together = self.fixed_bytes, n
         if n and self.experts is not None:
             hit = self.experts.expected(n)
             fixed = round(fixed * hit / self.experts.count)
             together = round(n * self.experts.chosen / hit)
         moved = fixed + n * self.row_bytes if n else 0
-        return OpCost(moved, 0, n * self.row_ops, self.arithmetic, max(together, 1))
+        return moved, n * self.row_ops, self.arithmetic, max(together, 1)
 
 
 class CostModel:
@@ -366,7 +371,7 @@ class CostModel:
         """
         return tuple(
             [
-                count * term.cost(n).seconds(rates)
+                count * rates.seconds(*term.of(n))
                 for term, count in self._alike.items()
                 if term.selected is selected
             ]

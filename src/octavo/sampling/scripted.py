@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Collection, Sequence
 from copy import copy
-from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +16,21 @@ from octavo.sampling.sampler import Float32, Sampled, SamplerState, TokenLogprob
 _MASK = (1 << 64) - 1
 
 
-Bits = TypeVar("Bits", int, npt.NDArray[np.uint64])
-
-
-def mix(value: Bits) -> Bits:
+def mix(value: int) -> int:
     """SplitMix64's finalizer (Steele, Lea, Flood: "Fast splittable pseudorandom number
     generators", 2014): 64 bits in, 64 well mixed bits out."""
-    bits: Any = value
-    bits = (bits + 0x9E3779B97F4A7C15) & _MASK
-    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
-    mixed: Bits = bits ^ (bits >> 31)
-    return mixed
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def _mix_all(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """`mix` of each."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 class ScriptedState:
@@ -86,13 +88,17 @@ class ScriptedSampler:
     ) -> Sampled:
         token_ids = []
         logprobs: list[TokenLogprobs | None] = []
+        asked = False
         for state in states:
             assert isinstance(state, ScriptedState)
-            token_id, top = self._token(state), state.logprobs
-            token_ids.append(token_id)
+            token_ids.append(self._token(state))
             state.num_generated += 1
-            logprobs.append(None if top is None else self._uniform(token_id, top))
-        return Sampled(token_ids, logprobs if any(logprobs) else None, {})
+            if state.logprobs is None:
+                logprobs.append(None)
+            else:
+                asked = True
+                logprobs.append(self._uniform(token_ids[-1], state.logprobs))
+        return Sampled(token_ids, logprobs if asked else None, {})
 
     def coming(self, state: ScriptedState, count: int) -> list[int]:
         """The tokens that the state's next draws will give."""
@@ -113,8 +119,9 @@ class ScriptedSampler:
         """[states, count]: what ``count`` times `sample` would draw, at most `draws_to_go`."""
         next_draws = [(state.stream + state.num_generated) & _MASK for state in states]
         steps = np.arange(count, dtype=np.uint64)
-        random = mix(np.array(next_draws, dtype=np.uint64)[:, None] + steps)
-        tokens = ((random & 0xFFFFFFFF) % self.vocab_size).astype(np.int32)
+        random = _mix_all(np.array(next_draws, dtype=np.uint64)[:, None] + steps)
+        low = random & np.uint64(0xFFFFFFFF)
+        tokens = (low % np.uint64(self.vocab_size)).astype(np.int32)
         for row, state in zip(tokens, states, strict=True):
             if state.stop_token_ids and not state.stop_token_ids.isdisjoint(row.tolist()):
                 row[:] = self.coming(state, count)

@@ -95,12 +95,13 @@ class Prefetcher:
                 if key not in self._loads:
                     slot = self._staging.take()
                     assert slot is not None
+                    self._loads[key] = connector, slot, []
                     try:
                         connector.start_load_kv(key, self._staging.data[slot])
                     except Exception:  # nobody fills the slot
+                        del self._loads[key]
                         self._staging.give_back(slot)
                         raise
-                    self._loads[key] = connector, slot, []
                 self._loads[key][2].append(prefetch)
         except BaseException:
             self.end(prefetch)
@@ -113,9 +114,9 @@ class Prefetcher:
             connector.arrived.clear()
             loaded, _ = connector.get_finished()
             while loaded:
-                key, ok, seconds = loaded.popleft()
-                _, slot, waiting = self._loads.pop(key)
+                key, ok, seconds = loaded[0]
                 self._seconds[connector.name].took(seconds)
+                _, slot, waiting = self._loads[key]
                 if ok:
                     self._staging.put(key, slot, connector.name)
                 else:
@@ -125,6 +126,9 @@ class Prefetcher:
                     if ok and not prefetch.over:
                         prefetch.pinned.append(key)
                         self._staging.pin(key)
+                # Last: `forget` cleans up after a failure before.
+                del self._loads[key]
+                loaded.popleft()
 
     def is_ready(self, prefetch: Prefetch, now: float) -> bool:
         """Return whether the request need not wait any longer."""
@@ -154,4 +158,14 @@ class Prefetcher:
         for _, _, waiting in self._loads.values():
             for prefetch in waiting:
                 prefetch.over = True
+        for connector in self._connectors:
+            loaded, _ = connector.get_finished()
+            if loaded:  # the first may have been entered when `poll` failed
+                key, *_ = loaded[0]
+                known = self._loads.get(key)
+                if known is None or (
+                    self._staging.lookup(key) and self._staging.slot(key) == known[1]
+                ):
+                    self._loads.pop(key, None)
+                    loaded.popleft()
         return {slot for _, slot, _ in self._loads.values()}

@@ -93,15 +93,14 @@ def measure(
     for load in loads:
         rates = highest(limits, drive.threads, drive.working_set(load))
         prefill_batches, step = batches[load]
-        cost = costs.step(step, rates)
         lengths.append(
             Length(
                 load.prompt_len,
                 statistics.median(prefills[load]) / sequences,
-                sum(costs.step(batch, rates).seconds for batch in prefill_batches) / sequences,
+                sum(costs.seconds(batch, rates) for batch in prefill_batches) / sequences,
                 statistics.median(decodes[load]),
-                cost.seconds,
-                cost.kv_bytes,
+                costs.seconds(step, rates),
+                sum(cost.kv_bytes for cost in costs.by_op(step)),
             )
         )
     largest = drive.working_set(loads[-1])

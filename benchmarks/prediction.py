@@ -277,7 +277,7 @@ class Bench:
     def _ratio(self, observed: list[Observation]) -> float:
         rates = self.stored.rates
         return statistics.median(
-            each.seconds / self.costs.step(each.batch, rates).seconds for each in observed
+            each.seconds / self.costs.seconds(each.batch, rates) for each in observed
         )
 
     def _at(self, rates: Rates) -> Setup:
@@ -315,7 +315,7 @@ class Bench:
             around,
             change,
             taken,
-            sum(self.costs.step(batch, rates["around"]).seconds for batch in steps.seen),
+            sum(self.costs.seconds(batch, rates["around"]) for batch in steps.seen),
         )
 
 

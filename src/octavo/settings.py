@@ -36,14 +36,14 @@ def setting(default: Any, help: str = "", **more: Any) -> Any:
     return field(default=default, metadata={"info": SettingInfo(help, **own, keywords=more)})
 
 
-def infos(config: Any) -> dict[str, SettingInfo]:
+def setting_infos(config: Any) -> dict[str, SettingInfo]:
     """Return what the fields of a config, or of its class, carry, by name."""
     return {each.name: each.metadata["info"] for each in fields(config) if "info" in each.metadata}
 
 
 def check(config: Any) -> None:
     """Raise `ValueError` naming the first setting that is out of its bounds."""
-    for name, info in infos(config).items():
+    for name, info in setting_infos(config).items():
         value = getattr(config, name)
         if value is None:
             continue

@@ -423,7 +423,7 @@ def test_a_chat_is_followed_on_all_threads() -> None:
     assert {"octavo-engine", "MainThread"} <= {each["thread"] for each in found}
     assert ("llm.py", "LLM.generate") not in {(each["file"], each["function"]) for each in found}
     files, functions = path.counts(found)
-    assert 10 < files < functions == len(found)
+    assert 10 < files < functions <= len(found)  # lambdas of one name count once
 
 
 # --- gpu_fit.py -----------------------------------------------------------------------------------

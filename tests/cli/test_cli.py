@@ -380,7 +380,7 @@ def test_serve_hands_over(monkeypatch: pytest.MonkeyPatch, engine: CountingEngin
         seen.append((model, engine, config))
         return 3
 
-    monkeypatch.setattr("octavo.server.run", fake_run)
+    monkeypatch.setattr("octavo.server.process.run", fake_run)
     result = CliRunner().invoke(
         app,
         ["serve", "m", "--port", "0", "--served-model-name", "a", "--max-num-queued-reqs", "9"],

@@ -35,7 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return Path(model)
 
     monkeypatch.setattr("octavo.loader.pull.resolve", resolve)
-    monkeypatch.setattr("octavo.server.run", lambda model, engine, config: 0)
+    monkeypatch.setattr("octavo.server.process.run", lambda model, engine, config: 0)
     return models
 
 

@@ -1,11 +1,10 @@
 """The cost of computing a part of a prompt: what the predictor says, less a margin."""
 
-import numpy as np
 import pytest
 
 from executor import tiny
+from executor.test_cost import batch
 from octavo.engine.step_time import StepTimePredictor, guessed
-from octavo.executor.base import Batch
 from octavo.executor.cost import CostModel, Rates
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.families import program
@@ -15,22 +14,8 @@ COSTS = CostModel(program(MODEL), KvLayout.of(MODEL))
 RATES = Rates(1e9, 1e9, attention_ops_per_second=1e7)
 
 
-def chunk(start: int, size: int) -> Batch:
-    """A step with a part of one prompt."""
-    none = np.empty(0, np.int32)
-    return Batch(
-        token_ids=np.zeros(size, np.int32),
-        positions=np.arange(start, start + size, dtype=np.int32),
-        seq_offsets=np.array((0, size), np.int32),
-        seq_slots=np.zeros(1, np.int32),
-        block_tables=none.reshape(0, 0, 0),
-        logits_rows=none,
-        copies=none.reshape(0, 2),
-    )
-
-
 def predicted(start: int, tokens: int) -> float:
-    return COSTS.step(chunk(start, tokens), RATES).seconds
+    return COSTS.seconds(batch([(start, tokens)], rows=0), RATES)
 
 
 def test_it_is_the_paces_in_steps_of_the_engines_size() -> None:
@@ -46,7 +31,7 @@ def test_it_follows_the_pace() -> None:
     pace = StepTimePredictor(COSTS, RATES)
     before = pace.seconds_alone(0, 100, 100)
     for _ in range(40):
-        pace.learn(chunk(0, 100), 3 * predicted(0, 100))
+        pace.learn(batch([(0, 100)], rows=0), 3 * predicted(0, 100))
     assert pace.seconds_alone(0, 100, 100) == pytest.approx(3 * predicted(0, 100), rel=0.1)
     pace.calibrate(RATES)
     assert pace.seconds_alone(0, 100, 100) == pytest.approx(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.checking import layout
+from engine.connecting import eager_connectors
 from octavo.kv_cache.cache import KvCache, peak_blocks
 from octavo.kv_cache.prefix_lookup import NO_HIT
 
@@ -31,6 +33,36 @@ def write(kv: KvCache, slot: int, tokens: array[int], count: int | None = None) 
     kv.take_copies()
     kv.advance(slot, missing)
     kv.register(slot, tokens)
+    kv.check()
+
+
+class Nothing:
+    """Blocks without content."""
+
+    def export_blocks(self, blocks: Any, into: Any = None) -> Any:
+        return into if into is not None else np.zeros((len(blocks), 1 << 20), np.uint8)
+
+    def import_blocks(self, blocks: Any, data: Any) -> None:
+        pass
+
+
+def test_a_hit_in_host_memory_outlives_the_sequence_that_kept_its_node() -> None:
+    kv = cache(num_blocks=3)
+    connectors = eager_connectors(kv.layout, 8, disk=False)
+    connectors.register_kv_caches(Nothing())
+    kv.attach(connectors)
+    twins = kv.open(), kv.open()
+    for slot in twins:
+        write(kv, slot, ids(5), 4)
+    kv.close(twins[0])
+    other = kv.open()
+    write(kv, other, ids(8, first=100))  # overwrites the block that is known for the prefix
+    connectors.transfer()
+    kv.close(other)
+    hit = kv.lookup(ids(5), None)
+    assert (hit.num_tokens, len(hit.nodes), len(hit.missing)) == (4, 1, 1)
+    kv.close(twins[1])
+    kv.close(kv.open(hit))
     kv.check()
 
 

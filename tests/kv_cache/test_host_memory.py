@@ -26,7 +26,7 @@ def test_the_least_recently_used_is_evicted() -> None:
     memory.touch(key(1))
     filled(memory, 3)
     assert [*memory] == [key(1), key(3)]
-    assert (memory.data[memory.slot(key(1))] == 1).all()
+    assert (memory.row(key(1)) == 1).all()
 
 
 def test_a_pinned_block_is_not_evicted() -> None:
@@ -81,7 +81,7 @@ def test_a_slot_given_back_twice_is_an_error() -> None:
     memory = HostMemory(2, 8)
     filled(memory, 1)
     with pytest.raises(RuntimeError, match="released more often"):
-        memory.give_back(memory.slot(key(1)))
+        memory.give_back(0)
 
 
 class Slots(RuleBasedStateMachine):
@@ -122,7 +122,7 @@ class Slots(RuleBasedStateMachine):
         assert self.memory.num_pins == len(self.pins)
         assert all(each in self.memory for each in self.pins)
         for each in self.memory:
-            assert self.memory.data[self.memory.slot(each)] == each[0][0]
+            assert self.memory.row(each) == each[0][0]
 
 
 TestSlots = Slots.TestCase

@@ -38,7 +38,8 @@ from octavo.models.section import Section
 UNUSED = {
     "initializer_range", "use_cache", "attention_dropout", "resid_pdrop", "embd_pdrop",
     "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
-    "rope_parameters", "hidden_dropout",
+    "rope_parameters", "hidden_dropout", "pad_token_id", "bos_token_id",
+    "use_bidirectional_attention",
 }  # fmt: skip
 DRAWS = 200
 LONG: dict[str, Any] = {

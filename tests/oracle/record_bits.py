@@ -4,8 +4,9 @@
 
 Without ``--record``, compares this machine's bits with bits.json, as test_recorded_bits.py does.
 With it, writes bits.json again, on a CPU that has every instruction-set tier. The bits of a tier
-are the same on every CPU that has it. The weights come from files, and the tokens from a formula,
-so that no other library's random numbers decide them.
+are the same on every CPU that has it: kernels use no instruction that approximates as the CPU
+likes. The weights come from files, and the tokens from a formula, so that no other library's random
+numbers decide them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if __name__ == "__main__":
 import octavo.loader
 from executor.driving import Driver
 from octavo.executor.native.executor import NativeExecutor
+from octavo.executor.native.packing import check_isa
 from octavo.kv_cache.layout import KvDtype
 
 HERE = Path(__file__).resolve().parent
@@ -41,9 +43,7 @@ RAISE = (
 
 
 def bits(model: str, tier: str, dtype: KvDtype) -> dict[str, str]:
-    """Return digests of a sequence's logits and KV blocks. Raise `ValueError` for a tier that this
-    CPU does not have.
-    """
+    """Return digests of a sequence's logits and KV blocks."""
     checkpoint = octavo.loader.load(HERE / f"{model}.gguf")
     driver = Driver(checkpoint, isa=tier, kv_dtype=dtype)
     vocab = checkpoint.config.vocab_size
@@ -54,11 +54,12 @@ def bits(model: str, tier: str, dtype: KvDtype) -> dict[str, str]:
     blocks = driver.executor.export_blocks(table[table >= 0])
     logits = np.array(sequence.logits)
     driver.executor.close()
-    return {name: sha256(data).hexdigest() for name, data in (("logits", logits), ("kv", blocks))}
+    parts = {"logits": logits, "kv": blocks}
+    return {name: sha256(data).hexdigest()[:32] for name, data in parts.items()}
 
 
 def difference(model: str, tier: str, dtype: KvDtype) -> str | None:
-    """Return what is wrong with the bits of a case; None: they are as recorded. Raise as `bits`."""
+    """Return what is wrong with the bits of a case; None: they are as recorded."""
     recorded = json.loads(FILE.read_text())
     if recorded["numerics"] != NUMERICS:
         return (
@@ -71,8 +72,8 @@ def difference(model: str, tier: str, dtype: KvDtype) -> str | None:
 
 
 def record() -> None:
-    """Write bits.json. Raise `ValueError` where a tier is missing, and for other bits of the same
-    numerics.
+    """Write bits.json. Raise `ValueError` for a tier that this CPU does not have, or for other bits
+    of the same numerics.
     """
     found = {f"{model} {tier} {dtype}": bits(model, tier, dtype) for model, tier, dtype in CASES}
     if FILE.exists():
@@ -81,20 +82,25 @@ def record() -> None:
         for case, known in recorded["bits"].items() if same else ():
             if found.get(case, known) != known:
                 raise ValueError(f"{case}: the bits have changed, and numerics has not. {RAISE}")
-    FILE.write_text(json.dumps({"numerics": NUMERICS, "bits": found}, indent=1) + "\n")
+    lines = ",\n".join(f"{json.dumps(case)}: {json.dumps(found[case])}" for case in found)
+    FILE.write_text(f'{{"numerics": {NUMERICS}, "bits": {{\n{lines}\n}}}}\n')
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", action="store_true", help="write bits.json again")
     if parser.parse_args().record:
-        record()
-        return
+        try:
+            record()
+        except ValueError as error:
+            sys.exit(str(error))
     for case in CASES:
         try:
-            print(difference(*case) or f"{', '.join(case)}: as recorded")
+            check_isa(case[1])
         except ValueError as error:
-            print(f"{', '.join(case)}: {error}")
+            print(f"{', '.join(case)}: not compared: {error}")
+        else:
+            print(difference(*case) or f"{', '.join(case)}: as recorded")
 
 
 if __name__ == "__main__":

@@ -4,15 +4,17 @@ import numpy as np
 
 from octavo.kv_cache.cache import Int32
 from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.prompt_rates import PromptRates
 from octavo.scheduler.token_budget import LEAST, TokenBudget
 
 
-class OnePerToken:
+class OnePerToken(PromptRates):
     """Predicts a millisecond for the decodes, and one for each token."""
 
-    margin = 1.0
+    margin = 1.0  # type: ignore[assignment]
 
     def __init__(self) -> None:
+        super().__init__()
         self.tokens = 0
 
     def begin(self, positions: Int32) -> None:

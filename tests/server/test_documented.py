@@ -35,7 +35,7 @@ def serve(
 ) -> tuple[EngineConfig, ServeConfig]:
     """What ``octavo serve`` makes of its arguments."""
     seen: list[Any] = []
-    monkeypatch.setattr("octavo.server.run", lambda *given: seen.append(given) or 0)
+    monkeypatch.setattr("octavo.server.process.run", lambda *given: seen.append(given) or 0)
     monkeypatch.setattr("octavo.loader.pull.resolve", Path)
     result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 0, result.output

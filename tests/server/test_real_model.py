@@ -21,7 +21,8 @@ from patience import held_up_until
 START = """
 import json, sys
 from octavo.engine.config import EngineConfig
-from octavo.server import ServeConfig, run
+from octavo.server.config import ServeConfig
+from octavo.server.process import run
 engine = EngineConfig(
     **{"kv_cache_memory_bytes": 48 << 20, "max_num_seqs": 16} | json.loads(sys.argv[4]),
     enable_prefix_caching=sys.argv[3] == "cached",

@@ -18,7 +18,8 @@ import typer
 from octavo.cli.values import METAVARS
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.scheduler.policies.config import PolicyConfig
-from octavo.settings import infos
+from octavo.server.config import ServeConfig
+from octavo.settings import setting_infos
 from octavo.strict_json import once
 
 Model = Annotated[
@@ -226,7 +227,7 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
 
 # --- the engine ----------------------------------------------------------------------------------
 
-MOST_SEQUENCES = infos(EngineConfig)["max_num_seqs"].keywords["max"]  # and users of a plan
+MOST_SEQUENCES = setting_infos(EngineConfig)["max_num_seqs"].keywords["max"]  # and users of a plan
 
 
 def named_flags(message: str, *options: str) -> str:
@@ -270,7 +271,7 @@ def setting_options(
     made = []
     by_name = {each.name: each for each in fields(config)}
     for name in names:
-        info = infos(config)[name]
+        info = setting_infos(config)[name]
         default: Any = by_name[name].default
         base, _, may_be_none = str(by_name[name].type).partition(" | ")
         kind: Any = str if info.parse else _KINDS.get(base, str)
@@ -410,6 +411,10 @@ def sampling_params(given: Mapping[str, Any]) -> Any:
 _SETTINGS = {each.name for each in fields(EngineConfig)}
 _SAMPLED = {each.name for each in sampling_options(max_tokens=None, max_tokens_help="")}
 _SAMPLED |= {"n", "logprobs", "prompt_logprobs"}
-_OTHER_NAMES = {"log_level": "uvicorn_log_level"}
+_OTHER_NAMES = {
+    name: info.name
+    for name, info in setting_infos(ServeConfig).items()
+    if info.name and not info.name.startswith("disable_")
+}
 _NAME = re.compile(r"(?<![\w./-])[a-z][a-z_]*(?![\w/]|\.\w)")  # not of a path
 _SAYS = re.compile(r" (?:'[^']*' )?(?:is|contains|has) ")

@@ -19,7 +19,7 @@ from octavo.cli.options import (
 )
 from octavo.engine.config import EngineConfig
 from octavo.server.config import ServeConfig
-from octavo.settings import infos
+from octavo.settings import setting_infos
 
 EXAMPLES = (
     "octavo serve smollm2",
@@ -28,7 +28,7 @@ EXAMPLES = (
 )
 
 SERVE_OPTIONS = setting_options(
-    ServeConfig, "Server", (name for name, info in infos(ServeConfig).items() if info.help)
+    ServeConfig, "Server", (name for name, info in setting_infos(ServeConfig).items() if info.help)
 )
 # Of serving alone.
 OFFLOAD_OPTIONS = setting_options(
@@ -45,7 +45,7 @@ def serve_config(given: Mapping[str, Any]) -> ServeConfig:
     from octavo.tools.workload.metrics import parse_slo
 
     values: dict[str, Any] = {}
-    for name, info in infos(ServeConfig).items():
+    for name, info in setting_infos(ServeConfig).items():
         if info.help:
             value = given[info.name or name]
             if info.name.startswith("disable_"):
@@ -73,8 +73,8 @@ def command(model: Model, engine: EngineConfig, config: ServeConfig) -> None:
     from dataclasses import replace
 
     from octavo.loader.pull import resolve
-    from octavo.server import run
     from octavo.server.model import public_name
+    from octavo.server.process import run
 
     # Clients name the model as it was asked for here, but learn no path of this machine.
     if not config.served_model_name:

@@ -21,7 +21,7 @@ from octavo.engine.stats import EngineStats
 from octavo.engine.stream import Delivery, EngineDead, Mailbox, Stream
 from octavo.engine.wait_time import WaitTimePredictor
 from octavo.scheduler.admission import Forecast
-from octavo.scheduler.request import AdmissionError, Outcome, Request, RequestRecord
+from octavo.scheduler.request import AdmissionError, Request, RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class AsyncEngine:
     def reject(self, requests: Sequence[Request], error: ValueError) -> None:
         """Count requests that are refused."""
         for request in requests:
-            self.engine.refuse(self.engine.new_record(request), error, Outcome.REJECTED)
+            self.engine.refuse(self.engine.new_record(request), error)
 
     def submit(self, request: Request) -> Stream:
         """Do `check` and `submit_all` for one request."""
@@ -126,9 +126,8 @@ class AsyncEngine:
                 self.admission.enter(records, replaced)
                 self._condition.notify()
         except (ValueError, EngineDead) as error:
-            outcome = Outcome.FAILED if isinstance(error, EngineDead) else Outcome.REJECTED
             for record in records:
-                self.engine.refuse(record, error, outcome)
+                self.engine.refuse(record, error)
             raise
         self._arm_watchdog()
         return streams
@@ -308,7 +307,7 @@ class AsyncEngine:
                 never, self._inbox, self._inbox_tokens = self._inbox, deque(), 0
             for _, record in (*self._taken, *never):
                 if record.outcome is None:
-                    self.engine.refuse(record, EngineDead(str(error)), Outcome.FAILED)
+                    self.engine.refuse(record, EngineDead(str(error)))
 
     def _turn(self) -> bool:
         """Sleep until there is work, take what has arrived, run one step. Return False to end."""
@@ -335,7 +334,7 @@ class AsyncEngine:
                 self.engine.admit(request, record)
             except Exception as error:
                 logger.exception("request %r could not be queued", request.request_id)
-                self._deliver([self.engine.refuse(record, error, Outcome.FAILED)])
+                self._deliver([self.engine.refuse(record, error)])
             self._taken.popleft()
         for request_id, paused in pauses.items():
             (self.engine.pause if paused else self.engine.resume)(request_id)

@@ -27,10 +27,9 @@ from octavo.engine.load import LoadedEngine
 from octavo.executor.cost import KNEES, Rates
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader.base import Checkpoint, WeightFormat
-from octavo.loader.pull import cache_dir
 from octavo.loader.rounding import rounded
 from octavo.machine.cpu import usable_cpus
-from octavo.machine.limits import cpu_model, kernel_build, store
+from octavo.machine.limits import cpu_model, kernel_build, store, stored_path
 from octavo.machine.others import MUCH
 from octavo.models.families import program
 from octavo.models.program import Program
@@ -117,8 +116,7 @@ class CalibrationKey:
 
     @property
     def path(self) -> Path:
-        digest = hashlib.sha256("\n".join(map(str, astuple(self))).encode()).hexdigest()[:16]
-        return cache_dir() / "calibrations" / f"{digest}.json"
+        return stored_path("calibrations", *astuple(self))
 
 
 @dataclass(frozen=True, slots=True)

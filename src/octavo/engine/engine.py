@@ -175,8 +175,7 @@ class Engine:
             replaced = self.scheduler.admission.find_places([record])
             self.admit(request, record)
         except Exception as error:
-            rejected = isinstance(error, ValueError)
-            self.refuse(record, error, Outcome.REJECTED if rejected else Outcome.FAILED)
+            self.refuse(record, error)
             raise
         self.scheduler.admission.enter([record], replaced)
         for other in replaced:
@@ -198,10 +197,11 @@ class Engine:
             params=request.params,
         )
 
-    def refuse(self, record: RequestRecord, error: Exception, outcome: Outcome) -> Delta:
-        """End a request that is not to be queued, or that could not be."""
+    def refuse(self, record: RequestRecord, error: Exception) -> Delta:
+        """End a request that is not to be queued (`ValueError`), or that could not be."""
         record.error = str(error)
-        self.close_record(record, outcome)
+        rejected = isinstance(error, ValueError)
+        self.close_record(record, Outcome.REJECTED if rejected else Outcome.FAILED)
         return Delta(record.request_id, 0, "", [], finish_reason=FinishReason.ERROR, record=record)
 
     def admit(self, request: Request, record: RequestRecord) -> None:
@@ -301,7 +301,7 @@ class Engine:
         for record, why in scheduler.shedding.due(started):
             self.end(record, FinishReason.SHED, deltas, why)
         self.culprit = isolated = scheduler.isolated
-        scheduled = scheduler.schedule(started, speculator, step_times)
+        scheduled = scheduler.schedule(started, speculator)
         connectors, copying = scheduler.kv.connectors, 0.0
         if connectors is not None:
             before = clock.now()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from codecs import utf_8_decode
-from collections import deque
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from octavo.loader.base import Tokenizer
@@ -37,53 +36,6 @@ class Delta(NamedTuple):
     at: float = 0.0
 
 
-class StopStrings:
-    """The automaton of Aho and Corasick (1975) over stop strings: text is read once, one character
-    at a time, however many strings there are.
-
-    A state is the longest end of the text read so far that begins a stop string; state 0 is the
-    empty end.
-    """
-
-    def __init__(self, strings: Sequence[str]) -> None:
-        self.next: list[dict[str, int]] = [{}]
-        self.depth = [0]  # length of the state's text
-        self.fallback = [0]  # the state of the longest proper end of that text
-        self.found: list[str | None] = [None]  # the longest stop string that ends there
-        self.first = frozenset(string[0] for string in strings)
-        for string in strings:
-            state = 0
-            for character in string:
-                following = self.next[state].setdefault(character, len(self.next))
-                if following == len(self.next):
-                    self.next.append({})
-                    self.depth.append(self.depth[state] + 1)
-                    self.fallback.append(0)
-                    self.found.append(None)
-                state = following
-            self.found[state] = string
-        queue = deque(self.next[0].values())
-        while queue:
-            state = queue.popleft()
-            if self.found[state] is None:
-                self.found[state] = self.found[self.fallback[state]]
-            for character, following in self.next[state].items():
-                self.fallback[following] = self.step(self.fallback[state], character)
-                queue.append(following)
-
-    def step(self, state: int, character: str) -> int:
-        while True:
-            following = self.next[state].get(character)
-            if following is not None:
-                return following
-            if state == 0:
-                return 0
-            state = self.fallback[state]
-
-
-_stop_strings = lru_cache(maxsize=16)(StopStrings)  # the n sequences of a request share one
-
-
 class SequenceOutput:
     """What the engine keeps of a sequence (`Sequence.output`): its sampler's state, what has been
     delivered, and the text that is not certain yet.
@@ -102,14 +54,13 @@ class SequenceOutput:
 
     # Thousands may wait: each is one object, of which the garbage collector finds nothing more.
     __slots__ = (
+        "_first",
         "_held",
-        "_include_stop",
-        "_min_tokens",
+        "_longest",
         "_num_pushed",
-        "_own_stop_token_ids",
+        "_params",
         "_partial",
         "_shows_special",
-        "_state",
         "_stop_token_ids",
         "_stops",
         "_tokenizer",
@@ -133,16 +84,15 @@ class SequenceOutput:
         self.in_doubt = False  # tokens were pushed that may not have been delivered
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # until the first delta
         self._tokenizer = tokenizer
+        self._params = params
         self._shows_special = not params.skip_special_tokens
         self._partial = begun  # of a character whose last byte has not come
         self._stop_token_ids = frozenset(stop_token_ids)
-        self._own_stop_token_ids = params.stop_token_ids
-        self._stops = _stop_strings(tuple(params.stop)) if params.stop else None
-        self._include_stop = params.include_stop_str_in_output
-        self._min_tokens = params.min_tokens
+        self._stops = tuple(sorted(params.stop))
+        self._first = frozenset(stop[0] for stop in params.stop)
+        self._longest = max(map(len, params.stop), default=0)
         self._num_pushed = 0
-        self._state = 0  # of the automaton
-        self._held = ""  # text that may become a stop string: as long as the state is deep
+        self._held = ""  # the longest end of the text that a stop string begins with
 
     def push(
         self, token_ids: Sequence[int]
@@ -155,22 +105,17 @@ class SequenceOutput:
         for count, token_id in enumerate(token_ids, 1):
             self._num_pushed += 1
             if token_id in self._stop_token_ids:
-                if self._include_stop:
+                if self._params.include_stop_str_in_output:
                     self._held += self._decode(token_id)
-                own = token_id in self._own_stop_token_ids
-                return (
-                    released + self.finish(),
-                    count,
-                    FinishReason.STOP,
-                    token_id if own else None,
-                )
+                own = token_id if token_id in self._params.stop_token_ids else None
+                return released + self.finish(), count, FinishReason.STOP, own
             if self._tokenizer is None:
                 continue
             text = self._decode(token_id)
-            if self._stops is None:
+            if not self._stops:
                 released += text
                 continue
-            certain, stop = self._match(text, self._stops)
+            certain, stop = self._match(text)
             released += certain
             if stop is not None:
                 return released, count, FinishReason.STOP, stop
@@ -194,23 +139,28 @@ class SequenceOutput:
         self._partial = data[decoded:]
         return text
 
-    def _match(self, text: str, stops: StopStrings) -> tuple[str, str | None]:
+    def _match(self, text: str) -> tuple[str, str | None]:
         """Return the text now certain, and the stop string that ends the output there, if any."""
-        state = self._state
-        if state == 0 and stops.first.isdisjoint(text):
+        if not self._held and self._first.isdisjoint(text):
             return text, None
-        for position, character in enumerate(text, 1):
-            state = stops.step(state, character)
-            found = stops.found[state]
-            if found is None:
-                continue
-            if self._num_pushed >= self._min_tokens:
-                ended = self._held + text[:position]
-                return ended if self._include_stop else ended[: -len(found)], found
-            while not stops.next[state]:  # passed over, and the start of nothing longer
-                state = stops.fallback[state]
-        self._state = state
-        text = self._held + text
-        certain = len(text) - stops.depth[state]
+        seen, text = len(self._held), self._held + text
+        if self._num_pushed >= self._params.min_tokens:
+            # Those that end in what is new: where they end, where they begin
+            found = [
+                (begin + len(stop), begin, stop)
+                for stop in self._stops
+                if (begin := text.find(stop, max(0, seen + 1 - len(stop)))) >= 0
+            ]
+            if found:
+                end, begin, stop = min(found)
+                return text[: end if self._params.include_stop_str_in_output else begin], stop
+        certain = max(0, len(text) - self._longest + 1)
+        while certain < len(text) and not self._may_become_stop(text[certain:]):
+            certain += 1
         self._held = text[certain:]
         return text[:certain], None
+
+    def _may_become_stop(self, text: str) -> bool:
+        """Return whether a stop string is longer than ``text`` and begins with it."""
+        at = bisect_right(self._stops, text)  # they are sorted
+        return at < len(self._stops) and self._stops[at].startswith(text)

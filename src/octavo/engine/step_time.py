@@ -144,7 +144,7 @@ class StepTimePredictor(PromptRates):
             found = self._linear = _least_squares(self._sums)
         return found
 
-    # One step (the scheduler's `StepTiming`)
+    # One step, as the scheduler asks for it
 
     def begin(self, positions: Int32) -> None:
         """Begin a step in which sequences at ``positions`` [sequences] decode a token each."""

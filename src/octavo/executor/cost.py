@@ -390,8 +390,7 @@ class CostModel:
     def _count(self) -> list[_Term | int | None]:
         """Return a term for each op, or the window of attention, which depends on the context."""
         program, terms = self.program, list[_Term | int | None]()
-        attends = (i for i, op in enumerate(program.ops) if isinstance(op, PagedAttention))
-        last_attention = max(attends, default=0)
+        last_attention = program.last_attention
         for i, op in enumerate(program.ops):
             if isinstance(op, PagedAttention):
                 terms.append(op.window)

@@ -122,7 +122,8 @@ class KvCache:
             raise ValueError("the prefix cache is off, so it cannot have connectors")
         self.connectors = self._prefixes.connectors = connectors
         self._engine = connectors.engine
-        connectors.publish_to(self.events)
+        for connector in connectors.all:
+            connector.events = self.events
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Deliver events of all later changes, of the pool and of connectors, to ``subscriber``."""
@@ -198,7 +199,8 @@ class KvCache:
         or else when `load` is called. Return the slot.
         """
         slot = self._slots.pop()
-        count, nodes = hit.num_blocks, [*hit.nodes]
+        count = hit.num_blocks
+        nodes = [] if hit.beyond else [*hit.nodes]
         if self.enable_prefix_caching:
             tip = nodes[-1] if nodes else self.index.add(None, (salt or "").encode())
             for content, digest in hit.beyond:

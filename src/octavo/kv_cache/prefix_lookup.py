@@ -17,11 +17,16 @@ from octavo.kv_cache.prefix_index import Node, PrefixIndex
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A cached prefix: the nodes that the index has of it, and how many of its tokens are used."""
+    """A cached prefix: its nodes, and how many of its tokens are used.
+
+    If some blocks are to be loaded, ``nodes`` has only the nodes that exist, and ``beyond`` has the
+    tokens and the hash of every block: until the hit is used, other sequences may end that keep a
+    node without blocks.
+    """
 
     nodes: tuple[Node, ...]
     num_tokens: int
-    beyond: tuple[tuple[bytes, bytes], ...] = ()  # tokens and hash of each block after the nodes
+    beyond: tuple[tuple[bytes, bytes], ...] = ()
     # Blocks that the pool does not hold: position, key, and who has it.
     missing: tuple[tuple[int, Key, KvConnector], ...] = ()
     external_tokens: tuple[tuple[str, int], ...] = ()  # loaded, by connector
@@ -30,7 +35,7 @@ class Hit:
     @property
     def num_blocks(self) -> int:
         """Blocks of one group, those outside its window included."""
-        return len(self.nodes) + len(self.beyond)
+        return len(self.beyond or self.nodes)
 
 
 NO_HIT = Hit((), 0)
@@ -92,10 +97,7 @@ class PrefixLookup:
         return connectors.prefetcher.start(blocks, near, found.num_tokens - near, now)
 
     def _longest(
-        self,
-        tokens: array[int],
-        salt: str | None,
-        among: Sequence[KvConnector] = (),
+        self, tokens: array[int], salt: str | None, among: Sequence[KvConnector] = ()
     ) -> Hit:
         """Return the longest prefix that every group can use, of blocks in the pool and, by the
         first that has them, blocks of the connectors ``among``.
@@ -106,8 +108,8 @@ class PrefixLookup:
         key = index.child_key(0, salted)
         if node is None and (not among or index.has_key(key)):
             return NO_HIT
-        digest = b"" if self.connectors is None else root(self.connectors.engine, salted)
-        keys = {key}
+        engine = b"" if self.connectors is None else self.connectors.engine
+        digest, keys = root(engine, salted), {key}
         last = len(tokens) - 1
         nodes: list[Node] = []
         beyond: list[tuple[bytes, bytes]] = []
@@ -119,18 +121,18 @@ class PrefixLookup:
             node = None if node is None else index.find(node, content)
             if node is not None:
                 nodes.append(node)
+                if among:
+                    key, digest = node.key, digest_of(node, engine)
             elif not among:
                 break
-            if among and self.connectors is not None:
+            else:
                 key = index.child_key(key, content)
-                if node is not None:
-                    digest = digest_of(node, self.connectors.engine)
-                elif key in keys or index.has_key(key):  # another prefix has the same key
+                if key in keys or index.has_key(key):  # another prefix has the same key
                     break
-                else:
-                    digest = after(digest, content)
-                    beyond.append((content, digest))
+                digest = after(digest, content)
                 keys.add(key)
+            if among:
+                beyond.append((content, digest))
             position = min(start + size, last)
             usable, held = True, node is not None
             for group, window in enumerate(self._windows):
@@ -158,7 +160,7 @@ class PrefixLookup:
         return Hit(
             tuple(nodes[:best]),
             num_tokens,
-            tuple(beyond[: max(0, best - len(nodes))]),
+            tuple(beyond[:best]),
             tuple(each for each in missing if needed[each[1][1]] <= each[0] < best),
         )
 

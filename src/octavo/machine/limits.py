@@ -103,7 +103,9 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
         ``quick``: on ``threads`` only, and fewer ways of each tried; ``pool``: on its threads only.
         """
         most = pool.size if pool else threads or usable_cpus()[0]
-        counts = [most] if quick or pool else _thread_counts(most)
+        counts = [most]
+        if not (quick or pool):  # 1, 2, 4, … and all
+            counts = sorted({1 << power for power in range(most.bit_length())} | {most})
         pools = {count: pool or _native.ThreadPool(count) for count in counts}
         caches = cache_sizes()
         sizes = {count: _working_sets(count, caches) for count in counts}
@@ -112,24 +114,25 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
         barriers: list[Rate] = []
         for count, each in pools.items():
             for name in ARITHMETICS:
-                progress(f"{name} peak on {_threads(count)}")
+                progress(f"{name} peak on {plural(count, 'thread')}")
                 peaks[name] += _peak(each, name, quick)
-            progress(f"thread pool of {_threads(count)}")
+            progress(f"thread pool of {plural(count, 'thread')}")
             seconds = _native.measure_barrier(each, 200, 20 if quick else 100)
             barriers.append(Rate(count, statistics.median(seconds), min(seconds), "empty jobs"))
         largest = max(size for levels in sizes.values() for _, size in levels)
         buffer = _native.ReadBuffer(pools[counts[-1]], largest)
         for count, each in pools.items():
-            good: dict[str, list[Way]] = {}  # of each level, when it has been read before
+            good: dict[str, list[_Way]] = {}  # of each level, when it has been read before
             for level, size in sizes[count]:
-                progress(f"reading {as_size(size)} ({level}) on {_threads(count)}")
+                progress(f"reading {as_size(size)} ({level}) on {plural(count, 'thread')}")
                 ways = good.get(level) or _ways(quick)
                 rate, good[level] = _read(each, buffer, size, ways, 3 if quick else 6)
                 reads.append(Read(level, size, rate))
+        cpu, cores, kernels = _identity()
         return cls(
-            cpu_model(),
-            usable_cpus()[0],
-            kernel_build(),
+            cpu,
+            cores,
+            kernels,
             datetime.now(UTC).isoformat(timespec="seconds"),
             quick,
             **{name: tuple(rates) for name, rates in peaks.items()},
@@ -199,7 +202,7 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """Raises `ValueError` for what is not `as_dict`'s."""
+        """Read what `as_dict` wrote. Raise `ValueError` for anything else."""
         try:
             limits = msgspec.convert(data, cls)
         except msgspec.ValidationError as error:
@@ -211,14 +214,14 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
 
     def save(self) -> Path:
         """Store as this machine's limits, and return the file."""
-        path = stored_path()
+        path = _path()
         store(path, self.as_dict())
         return path
 
     @classmethod
     def load(cls) -> Self | None:
         """Read what is stored for this machine and build; None, with a warning if unreadable."""
-        path = stored_path()
+        path = _path()
         try:
             limits = cls.from_dict(json.loads(path.read_text()))
         except FileNotFoundError:
@@ -226,8 +229,7 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
         except (OSError, ValueError, RecursionError) as error:
             logger.warning("the machine's stored limits are unreadable: %s: %s", path, error)
             return None
-        identity = limits.cpu, limits.cores, limits.kernels
-        return limits if identity == (cpu_model(), usable_cpus()[0], kernel_build()) else None
+        return limits if (limits.cpu, limits.cores, limits.kernels) == _identity() else None
 
     @classmethod
     def stored(cls, progress: Progress = lambda _: None) -> Self:
@@ -240,14 +242,14 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
             again = "once" if why is None else f"again, as {why}"
             progress(
                 f"measuring what this machine can do, {again}, in some ten seconds; kept in "
-                f"{stored_path()}\n"
+                f"{_path()}\n"
             )
             others = Others()
             limits = cls.measure(progress=progress)
-            if (taken := others.taken()) is not None and taken.text:
+            if taken := others.taken().text:
                 logger.warning(
                     "the machine's limits may be too low: %s; octavo bench machine measures again",
-                    taken.text,
+                    taken,
                 )
             try:
                 limits.save()
@@ -267,10 +269,8 @@ def misfit(limits: Limits) -> str | None:
     others = Others()
     stored = limits.fp32[-1]
     change = _speed(stored) / stored.best
-    taken = others.taken()
-    if change < 1 and taken is not None and taken.text:
-        return None  # it is slower for what others take
-    if 1 / _OTHER < change < _OTHER:
+    slowed = change < 1 and others.taken().text  # by what others take
+    if slowed or 1 / _OTHER < change < _OTHER:
         return None
     return f"arithmetic is {change:.2f} times as fast as when they were measured"
 
@@ -294,15 +294,6 @@ def _at(rates: tuple[Rate, ...], threads: int | None) -> float:
 # --- measuring -----------------------------------------------------------------------------------
 
 
-def _threads(count: int) -> str:
-    return plural(count, "thread")
-
-
-def _thread_counts(most: int) -> list[int]:
-    """Return 1, 2, 4, … and all."""
-    return sorted({1 << power for power in range(most.bit_length())} | {most})
-
-
 def _loops(arithmetic: str) -> list[tuple[int, str]]:
     """Return the number and the name of each loop of a kind, best first."""
     loops = enumerate(_native.peak_loops())
@@ -318,10 +309,11 @@ def _peak(pool: _native.ThreadPool, arithmetic: str, quick: bool) -> list[Rate]:
     return [max(rates, key=lambda rate: rate.median)] if rates else []
 
 
-Way = tuple[int, int, str]  # to read: a loop, how many bytes it prefetches ahead, and a description
+# A way to read: a loop, how many bytes it prefetches ahead, and a description
+_Way = tuple[int, int, str]
 
 
-def _ways(quick: bool) -> list[Way]:
+def _ways(quick: bool) -> list[_Way]:
     """Return every way worth trying."""
     loops = _native.read_loops()
     widest = list(dict.fromkeys(loads for loads, _, _ in loops))[:2]
@@ -339,21 +331,21 @@ def _read(
     pool: _native.ThreadPool,
     buffer: _native.ReadBuffer,
     size: int,
-    ways: list[Way],
+    ways: list[_Way],
     rounds: int,
-) -> tuple[Rate, list[Way]]:
+) -> tuple[Rate, list[_Way]]:
     """Return the best way's bytes a second, and the ways that came near it.
 
     All are tried shortly, and the best three again for ``rounds`` of five repetitions.
     """
 
-    def run(way: Way, repetitions: int) -> list[float]:
+    def run(way: _Way, repetitions: int) -> list[float]:
         loop, ahead, _ = way
         return buffer.measure(pool, loop, ahead, size, 1e-3, repetitions)
 
     tried = {way: statistics.median(run(way, 3)) for way in ways}
     best = sorted(tried, key=lambda way: -tried[way])
-    values: dict[Way, list[float]] = {way: [] for way in best[:3]}
+    values: dict[_Way, list[float]] = {way: [] for way in best[:3]}
     # In turn, so that a neighbour's busy moment does not decide which is best.
     for _ in range(rounds):
         for way in values:
@@ -419,6 +411,14 @@ def kernel_build() -> str:
     return hashlib.sha256(Path(_native.__file__).read_bytes()).hexdigest()[:16]
 
 
+def _identity() -> tuple[str, int, str]:
+    return cpu_model(), usable_cpus()[0], kernel_build()
+
+
+def _path() -> Path:
+    return stored_path("limits", *_identity())
+
+
 def store(path: Path, facts: dict[str, Any]) -> None:
     """Write facts as JSON, whole or not at all; several processes may do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -431,10 +431,10 @@ def store(path: Path, facts: dict[str, Any]) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def stored_path() -> Path:
-    """Return the file beside the model cache, named by CPU model, cores and kernel build."""
-    identity = f"{cpu_model()}\n{usable_cpus()[0]}\n{kernel_build()}"
-    return cache_dir() / "limits" / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+def stored_path(kind: str, *identity: object) -> Path:
+    """Return the file, beside the model cache, for facts of a kind about ``identity``."""
+    digest = hashlib.sha256("\n".join(map(str, identity)).encode()).hexdigest()[:16]
+    return cache_dir() / kind / f"{digest}.json"
 
 
 def highest(limits: Sequence[Limits], threads: int, working_set: int) -> Rates:

@@ -37,15 +37,15 @@ class Others:
         self._file = root / "proc/stat"
         self._from = self._now()
 
-    def taken(self) -> Taken | None:
-        """Return what was taken since it was made; None where the system does not say."""
+    def taken(self) -> Taken:
+        """Return what was taken since it was made; nothing where the system does not say."""
+        cpus = len(os.sched_getaffinity(0))
         if self._from is None or (now := self._now()) is None:
-            return None
+            return Taken(0.0, 0.0, cpus)
         seconds, busy, stolen, own = (
             after - before for after, before in zip(now, self._from, strict=True)
         )
         seconds = max(seconds, 1e-3)
-        cpus = len(os.sched_getaffinity(0))
         return Taken(max(0.0, busy - own) / seconds, max(0.0, stolen) / seconds, cpus)
 
     def _now(self) -> tuple[float, float, float, float] | None:

@@ -177,49 +177,9 @@ class ModelConfig:
                 raise ValueError(f"{name} is {value}, not a number from 0")
         if len({layer.experts for layer in self.layers} - {None}) > 1:
             raise ValueError("layers differ in their experts")
-        for index, layer in enumerate(self.layers):
-            if layer.window is not None and layer.window < 1:
-                raise ValueError(f"layer {index}: window is {layer.window}, below 1")
-            if (experts := layer.experts) is not None:
-                if not 1 <= experts.count <= MAX_EXPERTS:
-                    raise ValueError(
-                        f"layer {index}: {experts.count} experts, outside 1 to {MAX_EXPERTS}"
-                    )
-                if not 1 <= experts.chosen <= experts.count:
-                    raise ValueError(
-                        f"layer {index}: a token goes to {experts.chosen} of {experts.count} "
-                        "experts"
-                    )
-                if not 1 <= experts.intermediate_size <= 1 << 20:
-                    raise ValueError(
-                        f"layer {index}: experts' intermediate_size is "
-                        f"{experts.intermediate_size}, outside 1 to {1 << 20}"
-                    )
-            rope = layer.rope
-            if not 2 <= rope.dim <= self.head_dim or rope.dim % 2:
-                raise ValueError(f"layer {index}: rope dim {rope.dim} does not fit the head")
-            for name in ("theta", "scale", "magnitude"):
-                value = getattr(rope, name)
-                if not 0.0 < value < inf and (name, value) != ("scale", 0.0):
-                    raise ValueError(f"layer {index}: rope {name} {value} is not a positive number")
-            later: tuple[float, ...] = ()
-            match rope.by_length:
-                case LongRope(original, later):
-                    if original < 1:
-                        raise ValueError(f"layer {index}: rope original context {original}")
-                case DynamicNtk(original, factor):
-                    if original < 1 or not 1.0 <= factor < inf or rope.dim < 4:
-                        raise ValueError(
-                            f"layer {index}: dynamic rope of {rope.dim} dimensions grows by "
-                            f"{factor} from {original} tokens on"
-                        )
-            for factors in (rope.factors, later):
-                if not all(0.0 < factor < inf for factor in factors):
-                    raise ValueError(f"layer {index}: a rope factor is not a positive number")
-                if factors and len(factors) != rope.dim // 2:
-                    raise ValueError(
-                        f"layer {index}: {len(factors)} rope factors for {rope.dim // 2} pairs"
-                    )
+        for layer in dict.fromkeys(self.layers):
+            if fault := _fault(layer, self.head_dim):
+                raise ValueError(f"layer {self.layers.index(layer)}: {fault}")
 
     @property
     def default_length(self) -> int:
@@ -256,3 +216,41 @@ class ModelConfig:
             return self
         layers = (replace(layer, rope=layer.rope.for_length(length)) for layer in self.layers)
         return replace(self, layers=tuple(layers), fixed_from=self.default_length)
+
+
+def _fault(layer: Layer, head_dim: int) -> str | None:
+    """Return what is wrong with a layer."""
+    rope, experts = layer.rope, layer.experts
+    if layer.window is not None and layer.window < 1:
+        return f"window is {layer.window}, below 1"
+    if experts is not None:
+        size = experts.intermediate_size
+        if not 1 <= experts.count <= MAX_EXPERTS:
+            return f"{experts.count} experts, outside 1 to {MAX_EXPERTS}"
+        if not 1 <= experts.chosen <= experts.count:
+            return f"a token goes to {experts.chosen} of {experts.count} experts"
+        if not 1 <= size <= 1 << 20:
+            return f"experts' intermediate_size is {size}, outside 1 to {1 << 20}"
+    if not 2 <= rope.dim <= head_dim or rope.dim % 2:
+        return f"rope dim {rope.dim} does not fit the head"
+    for name in ("theta", "scale", "magnitude"):
+        value = getattr(rope, name)
+        if not 0.0 < value < inf and (name, value) != ("scale", 0.0):
+            return f"rope {name} {value} is not a positive number"
+    later: tuple[float, ...] = ()
+    match rope.by_length:
+        case LongRope(original, later):
+            if original < 1:
+                return f"rope original context {original}"
+        case DynamicNtk(original, factor):
+            if original < 1 or not 1.0 <= factor < inf or rope.dim < 4:
+                return (
+                    f"dynamic rope of {rope.dim} dimensions grows by {factor} from {original} "
+                    "tokens on"
+                )
+    for factors in (rope.factors, later):
+        if not all(0.0 < factor < inf for factor in factors):
+            return "a rope factor is not a positive number"
+        if factors and len(factors) != rope.dim // 2:
+            return f"{len(factors)} rope factors for {rope.dim // 2} pairs"
+    return None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
 from math import sqrt
 from typing import Any, NamedTuple
@@ -65,32 +64,21 @@ FUSED = (
 )
 
 
-class Form(Enum):
-    """How a file has a number x of the config."""
+class Form(NamedTuple):
+    """How a file has a number x of the config: what is x when the file has a number, and back."""
 
-    PLAIN = "x"
-    INVERSE = "1 / x"
-    INVERSE_SQUARE = "1 / x²"
+    read: Callable[[float], float]
+    write: Callable[[float], float]
 
-    def read(self, number: float) -> float:
-        """Return x. A 0, of which there is no inverse, stands for 1."""
-        match self:
-            case Form.PLAIN:
-                return number
-            case Form.INVERSE:
-                return 1.0 / (number or 1.0)
-            case Form.INVERSE_SQUARE:
-                return 1.0 / sqrt(number)
 
-    def write(self, x: float) -> float:
-        match self:
-            case Form.PLAIN:
-                return x
-            case Form.INVERSE:
-                return 1.0 / x
-            case Form.INVERSE_SQUARE:
-                square: float = x**-2.0  # an integer is written as one: `transformers` wants it
-                return round(square) if abs(square - round(square)) < 1e-6 * square else square
+def _square(x: float) -> float:
+    square: float = x**-2.0  # an integer is written as one: `transformers` wants it
+    return round(square) if abs(square - round(square)) < 1e-6 * square else square
+
+
+PLAIN = Form(float, float)
+INVERSE = Form(lambda number: 1.0 / (number or 1.0), lambda x: 1.0 / x)  # of 0 there is none
+INVERSE_SQUARE = Form(lambda number: 1.0 / sqrt(number), _square)
 
 
 class Key(NamedTuple):
@@ -100,7 +88,7 @@ class Key(NamedTuple):
     hf: str = ""
     gguf: str = ""
     default: float = 1.0  # of GGUF files without the key
-    form: Form = Form.PLAIN
+    form: Form = PLAIN
     null: float | None = None  # what a null in config.json means; None: it is refused
 
 

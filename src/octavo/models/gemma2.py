@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from octavo.models.build import Builder
 from octavo.models.config import Activation, ModelConfig
-from octavo.models.family import Family, Form, Key, Windows
+from octavo.models.family import INVERSE_SQUARE, Family, Key, Windows
 from octavo.models.hf_type import HfType, Rule, layer_types
 from octavo.models.program import Program
 
@@ -35,7 +35,7 @@ MODULES = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
 }
-SCALE = Key("attention_scale", "query_pre_attn_scalar", form=Form.INVERSE_SQUARE)
+SCALE = Key("attention_scale", "query_pre_attn_scalar", form=INVERSE_SQUARE)
 _TYPES = Rule(
     "sliding but every 2nd",
     lambda values: layer_types(values, lambda index: index % 2 == 0),
@@ -68,9 +68,7 @@ FAMILY = Family(
                 "hidden_activation": "gelu_pytorch_tanh",
                 "max_position_embeddings": 8192,
                 "rms_norm_eps": 1e-06,
-                "pad_token_id": 0,
                 "eos_token_id": 1,
-                "bos_token_id": 2,
                 "tie_word_embeddings": True,
                 "attention_bias": False,
                 "query_pre_attn_scalar": 256,
@@ -78,7 +76,6 @@ FAMILY = Family(
                 "layer_types": None,
                 "final_logit_softcapping": 30.0,
                 "attn_logit_softcapping": 50.0,
-                "use_bidirectional_attention": None,
             },
             computed={"layer_types": _TYPES},
         ),

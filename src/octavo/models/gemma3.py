@@ -60,7 +60,6 @@ FAMILY = Family(
                 "max_position_embeddings": 131072,
                 "final_logit_softcapping": None,
                 "attn_logit_softcapping": None,
-                "use_bidirectional_attention": False,
             },
             computed={"layer_types": Rule("sliding but every sliding_window_pattern-th", _types)},
             rope_theta={FULL: 1e6, SLIDING: 1e4},

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from octavo.models.build import Builder
 from octavo.models.config import ModelConfig
-from octavo.models.family import Family, Fixed, Form, Key
+from octavo.models.family import INVERSE, Family, Fixed, Key
 from octavo.models.hf_type import KV_HEADS, LLAMA_DEFAULTS, HfType
 from octavo.models.program import Program
 
@@ -38,7 +38,7 @@ FAMILY = Family(
         Key("attention_scale", "attention_multiplier", "attention.scale", default=0.0),
         Key("embedding_scale", "embedding_multiplier", "embedding_scale"),
         Key("residual_scale", "residual_multiplier", "residual_scale"),
-        Key("logits_scale", "logits_scaling", "logit_scale", form=Form.INVERSE),
+        Key("logits_scale", "logits_scaling", "logit_scale", form=INVERSE),
     ),
     fixed=(
         Fixed(True, gguf="rope.scaling.finetuned", otherwise="means no rotary positions, and "),

@@ -53,15 +53,13 @@ LLAMA_DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-06,
-    "pad_token_id": None,
-    "bos_token_id": 1,
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
 ROPE_TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class HfType:
     """A ``model_type`` of config.json, and its config class as far as the computation depends on
     it.
@@ -73,7 +71,8 @@ class HfType:
     model_type: str
     classes: str  # what the names of its classes begin with: "Llama"
     causal_lm: str = ""  # the model's class, if it is not called as the others
-    defaults: Mapping[str, Any]  # of every key that is a field of the class
+    # Of every key that is a field of the class and means something here.
+    defaults: Mapping[str, Any]
     computed: Mapping[str, Rule] = field(default_factory=dict)  # by key
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys
     # Those that it takes, and what it takes them for.

@@ -42,8 +42,6 @@ FAMILY = Family(
             defaults={
                 **LLAMA_DEFAULTS,
                 "vocab_size": 50304,
-                "pad_token_id": 1,
-                "bos_token_id": None,
                 "eos_token_id": 50279,
                 "attention_bias": False,
                 "rms_norm_eps": 1e-05,

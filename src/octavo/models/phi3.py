@@ -27,7 +27,6 @@ FAMILY = Family(
                 "original_max_position_embeddings": 4096,
                 "rms_norm_eps": 1e-05,
                 "eos_token_id": 32000,
-                "pad_token_id": 32000,
                 "sliding_window": None,
             },
             computed={"num_key_value_heads": KV_HEADS},

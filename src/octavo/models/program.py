@@ -5,10 +5,10 @@ A Program is a straight list of ops over named values. Each value is a matrix of
 written again, also by an op that reads it (``x = x + h``). Ops name their weights by role
 (``layers.3.attn_q``); the weights themselves come from the checkpoint.
 
-An op is defined here and nowhere else: what it reads and writes, the shapes of its weights, what it
-costs, and what it means (`Op.compute`, in numpy). An op of rows (`RowOp`) also names the kernel
-that computes it. What is left is how the native executor lowers the others to its kernels
-(executor/native/lower.py).
+An op is defined in one place (here, or in the file of the one family that has it): what it reads
+and writes, the shapes of its weights, what it costs, and what it means (`Op.compute`, in numpy). An
+op of rows (`RowOp`) also names the kernel that computes it. What is left is how the native executor
+lowers the others to its kernels (executor/native/lower.py).
 """
 
 from __future__ import annotations
@@ -132,6 +132,14 @@ class Program:
     ops: tuple[Op, ...]
     widths: dict[str, int]
     weights: Shapes
+
+    @property
+    def last_attention(self) -> int:
+        """The index of the last attention, else 0. Only rows that want logits go through the ops
+        after it.
+        """
+        attention = (i for i, op in enumerate(self.ops) if isinstance(op, PagedAttention))
+        return max(attention, default=0)
 
     def elements(self, role: str) -> int:
         """Return how many numbers a weight has."""

@@ -35,7 +35,6 @@ FAMILY = Family(
                 "sliding_window": 4096,
                 "max_window_layers": 28,
                 "layer_types": None,
-                "bos_token_id": None,
                 "eos_token_id": None,
             },
             computed={

@@ -34,7 +34,6 @@ FAMILY = Family(
                 "num_experts": 128,
                 "norm_topk_prob": False,
                 "mlp_only_layers": None,
-                "bos_token_id": None,
                 "eos_token_id": None,
             },
             computed={"sliding_window": USED_WINDOW, "mlp_only_layers": Rule("[]", lambda _: [])},

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from math import inf
-from typing import Annotated, Any, NamedTuple, TypeGuard
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
@@ -74,13 +74,14 @@ def _kind(http_type: Any, allowed: str, allows: Callable[[Any], bool]) -> Kind:
     return Kind(http_type, check)
 
 
-def _is_integer(value: object, low: int, high: float) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
 def _integer(low: int, high: int | None = None) -> Kind:
     allowed = f"an integer from {low}" + ("" if high is None else f" to {high}")
-    return _kind(int, allowed, lambda value: _is_integer(value, low, inf if high is None else high))
+    most = inf if high is None else high
+
+    def allows(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= most
+
+    return _kind(int, allowed, allows)
 
 
 def _number(low: float, high: float, *, open_low: bool = False) -> Kind:
@@ -102,8 +103,8 @@ def _optional(kind: Kind) -> Kind:
     return Kind(kind.http_type, check)
 
 
-def _check_logprobs(name: str, value: object, limits: ModelLimits) -> int | None:
-    return None if value is None else _integer(0, limits.max_logprobs).check(name, value, limits)
+def _check_logprobs(name: str, value: object, limits: ModelLimits) -> Any:
+    return _integer(0, limits.max_logprobs).check(name, value, limits)
 
 
 def _items(param: str, value: object, limit: int) -> list[object]:
@@ -113,7 +114,7 @@ def _items(param: str, value: object, limit: int) -> list[object]:
 
 
 def _token_id(param: str, value: object, vocab_size: int) -> int:
-    if not _is_integer(value, 0, vocab_size - 1):
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
         raise _refusal(param, value, f"token ids from 0 to {vocab_size - 1}", inside=True)
     return value
 
@@ -149,7 +150,7 @@ def _check_bias(name: str, value: object, limits: ModelLimits) -> dict[int, floa
 
 
 _FLAG = _kind(bool, "true or false", lambda value: isinstance(value, bool))
-_LOGPROBS = Kind(int, _check_logprobs)
+_LOGPROBS = _optional(Kind(int, _check_logprobs))
 _STOP = Kind(str | list[str], _check_stop)
 _BIAS = Kind(Annotated[dict[str, float], Meta(max_length=MAX_LOGIT_BIASES)], _check_bias)
 

@@ -1,6 +1,10 @@
-"""How fast prompts are computed, for those that look ahead: shedding and the deadline policy."""
+"""How fast prompts are computed, for those that look ahead: shedding and the deadline policy; and
+what single steps take, for the budget of a step that has a target.
+"""
 
 from __future__ import annotations
+
+from octavo.kv_cache.cache import Int32
 
 _BEST_KEPT = 0.999  # of the best rate with each step, so that it is forgotten in the end
 _MEAN_KEPT = 0.98  # of a step's weight in the means with each later one
@@ -8,7 +12,9 @@ _STALL = 4.0  # times the predicted seconds: a step that takes longer counts as 
 
 
 class PromptRates:
-    """Learns from the steps that compute prompts. An engine's step-time predictor extends it."""
+    """Learns from the steps that compute prompts. An engine's step-time predictor extends it, and
+    predicts single steps.
+    """
 
     def __init__(self) -> None:
         self._best = 0.0  # tokens per second; 0: unknown
@@ -37,3 +43,24 @@ class PromptRates:
     def step_seconds(self) -> float:
         """The mean time of a step that computes prompts; 0 if nothing is known."""
         return self._seconds / (self._prompt_steps or 1.0)
+
+    # The step that is being scheduled: only a step-time predictor knows
+
+    def begin(self, positions: Int32) -> None:
+        """Begin a step in which sequences at ``positions`` [sequences] decode a token each."""
+        raise NotImplementedError
+
+    def seconds(self, start: int, tokens: int, rows: int) -> float:
+        """Return the seconds of the step if it also had so many tokens of a sequence from position
+        ``start`` on, of which ``rows`` want logits. More tokens never make it shorter.
+        """
+        raise NotImplementedError
+
+    def add(self, start: int, tokens: int, rows: int) -> None:
+        """Add these to the step."""
+        raise NotImplementedError
+
+    @property
+    def margin(self) -> float:
+        """The share of the target that steps may take by prediction: most then keep the target."""
+        raise NotImplementedError

@@ -38,7 +38,7 @@ from octavo.scheduler.queue import WaitingQueue
 from octavo.scheduler.request import FinishReason, RequestRecord
 from octavo.scheduler.sequence import Sequence, Status
 from octavo.scheduler.shedding import Shedding
-from octavo.scheduler.token_budget import StepTiming, TokenBudget
+from octavo.scheduler.token_budget import TokenBudget
 
 _LOOKED_AT = 32  # waiting sequences, to find one with a shorter prompt than one under way
 
@@ -96,7 +96,9 @@ class Scheduler:
         self._to_join = 0  # of the batch that static batching is admitting
 
     def set_rates(self, rates: PromptRates) -> None:
-        """Let policy and shedding predict by ``rates``, which learn from this scheduler's steps."""
+        """Let policy, shedding and budget predict by ``rates``, which learn from this scheduler's
+        steps. Single steps must be known if they have a target.
+        """
         self.rates = self.policy.rates = rates
 
     # Queue
@@ -162,14 +164,8 @@ class Scheduler:
 
     # Schedule
 
-    def schedule(
-        self,
-        now: float,
-        proposer: Proposer | None = None,
-        predictor: StepTiming | None = None,
-    ) -> Scheduled | None:
-        """Return the next step; None if there is nothing to compute. ``predictor``: needed if steps
-        have a target.
+    def schedule(self, now: float, proposer: Proposer | None = None) -> Scheduled | None:
+        """Return the next step; None if there is nothing to compute.
 
         Drafts take what is left of budget, rows and blocks: no sequence waits or is preempted for
         them.
@@ -181,7 +177,7 @@ class Scheduler:
         self._admit_by_preemption()
         preemptions = self.num_preemptions
         self._reserve_for_decodes()
-        budget = TokenBudget(self.config, self.decode_positions(), predictor)
+        budget = TokenBudget(self.config, self.decode_positions(), self.rates)
         chunks = self._schedule_prompts(budget, preemptions)
         if not self.decoding and not chunks:
             return None

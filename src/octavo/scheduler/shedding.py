@@ -46,14 +46,12 @@ class Shedding:
 
     def add(self, record: RequestRecord) -> None:
         if self._max_queue_time is not None:
-            self._push(record.arrival + self._max_queue_time, record, for_target=False)
+            at = record.arrival + self._max_queue_time
+            heappush(self._entries, (at, next(self._serial), record, False))
         if self._shed_late and (due := record.first_token_due) is not None:
             # The cached prefix is looked up then: it may be another by that time.
-            seconds = self._scheduler.rates.least_seconds(record.prompt_tokens)
-            self._push(due - seconds, record, for_target=True)
-
-    def _push(self, at: float, record: RequestRecord, *, for_target: bool) -> None:
-        heappush(self._entries, (at, next(self._serial), record, for_target))
+            at = due - self._scheduler.rates.least_seconds(record.prompt_tokens)
+            heappush(self._entries, (at, next(self._serial), record, True))
         if len(self._entries) > 2 * self._num_alive + _FEW:
             self._entries = [entry for entry in self._entries if not _is_over(entry)]
             heapify(self._entries)

@@ -3,7 +3,7 @@
 The rules, all in this place:
 
 - Every decoding sequence is in every step. Prompts get what is left of the tokens and of the
-  target, by prediction and less a margin for its error (`StepTiming.margin`).
+  target, by prediction and less a margin for its error (`PromptRates.margin`).
 - If the decodes leave less than the time of `LEAST` tokens, prompts get the time of `LEAST` tokens
   all the same: the target is missed by a little, and no prompt waits for ever.
 - If no sequence decodes, a step may take `ALONE` times the target: none is delayed, and a newcomer
@@ -23,53 +23,25 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Protocol
 
 from octavo.kv_cache.cache import Int32
 from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.prompt_rates import PromptRates
 
 LEAST = 16  # tokens of prompts in a step, however long its decodes take
 ALONE = 4.0  # times the target that a step may take if no sequence decodes
 _FEWEST = 4  # tokens: with less time left than for these, no other prompt joins the step
 
 
-class StepTiming(Protocol):
-    """Predicts the time of the step that is being scheduled."""
-
-    def begin(self, positions: Int32) -> None:
-        """Begin a step in which sequences at ``positions`` [sequences] decode a token each."""
-        ...
-
-    def seconds(self, start: int, tokens: int, rows: int) -> float:
-        """Return the seconds of the step if it also had so many tokens of a sequence from position
-        ``start`` on, of which ``rows`` want logits. More tokens never make it shorter.
-        """
-        ...
-
-    def add(self, start: int, tokens: int, rows: int) -> None:
-        """Add these to the step."""
-        ...
-
-    @property
-    def margin(self) -> float:
-        """The share of the target that steps may take by prediction: most then keep the target."""
-        ...
-
-
 class TokenBudget:
     """What is left of one step."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        positions: Int32,
-        predictor: StepTiming | None = None,
-    ) -> None:
-        """``positions`` [sequences]: of the decoding sequences. ``predictor``: for the target."""
+    def __init__(self, config: SchedulerConfig, positions: Int32, rates: PromptRates) -> None:
+        """``positions`` [sequences]: of the decoding sequences. ``rates``: for a target."""
         self.tokens = config.max_num_batched_tokens - len(positions)
         self.rows = config.logits_rows - len(positions)
         self._target = config.itl_target_s or 0.0
-        self._predictor = predictor if self._target else None
+        self._predictor = rates if self._target else None
         self._positions = positions
         self._limit: float | None = None  # seconds; None: not needed so far
         self._prompt_tokens = self.tokens  # left for prompts
@@ -109,8 +81,6 @@ class TokenBudget:
                 most = least
         if half:
             limit -= (limit - predictor.seconds(0, 0, 0)) / 2
-        if seconds(most) <= limit:
-            return most
         return _most_within(limit, most, seconds) or int(not self._served)
 
     def take(self, start: int, tokens: int, rows: int) -> None:
@@ -155,9 +125,9 @@ class TokenBudget:
         def seconds(tokens: int) -> float:
             return predictor.seconds(at, tokens, tokens)
 
-        return most if seconds(most) <= limit else _most_within(limit, most, seconds)
+        return _most_within(limit, most, seconds)
 
-    def _begin(self, predictor: StepTiming) -> float:
+    def _begin(self, predictor: PromptRates) -> float:
         """Return the seconds that the step may take."""
         if self._limit is None:
             predictor.begin(self._positions)
@@ -166,6 +136,8 @@ class TokenBudget:
         return self._limit
 
 
-def _most_within(limit: float, beyond: int, seconds: Callable[[int], float]) -> int:
-    """Return the most tokens, below ``beyond``, that take at most ``limit``; 0 if none do."""
-    return bisect_right(range(1, beyond), limit, key=seconds)
+def _most_within(limit: float, most: int, seconds: Callable[[int], float]) -> int:
+    """Return how many of ``most`` tokens take at most ``limit``; 0 if even one takes more."""
+    if seconds(most) <= limit:
+        return most
+    return bisect_right(range(1, most), limit, key=seconds)

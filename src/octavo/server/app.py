@@ -13,7 +13,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -101,7 +101,10 @@ class App:
         self._accounts = accounts(config.keys, engine.fair_queue)
         self._trace = trace
         metrics.clients(self.clients, lambda: engine.unsent)
-        metrics.expect(_promised(config), {0, *(key.priority for key in config.keys)})
+        own = (None, *(key.target for key in config.keys))
+        # What is promised to requests that ask for nothing.
+        promised = [target for each in own if (target := LatencyTarget.first_of(each, config.slo))]
+        metrics.expect(promised, {0, *(key.priority for key in config.keys)})
         engine.observe(metrics)
         self._inner: ASGIApp = self._guarded
         if config.allowed_origins:
@@ -273,13 +276,6 @@ class App:
         if context.account is None:
             authenticate = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, "the API key is missing or wrong", headers=authenticate)
-
-
-def _promised(config: ServeConfig) -> Iterator[LatencyTarget]:
-    """Yield what is promised to requests that ask for nothing."""
-    for own in (None, *(key.target for key in config.keys)):
-        if (target := LatencyTarget.first_of(own, config.slo)) is not None:
-            yield target
 
 
 async def _answer_error(send: Send, context: RequestContext, failure: ApiError) -> None:

@@ -51,7 +51,7 @@ class Bodies:
         """Refuse what is still being received, and what will come."""
         self._draining = True
         for receiving in self._receiving:
-            with suppress(RuntimeError):  # its time is over just now
+            with suppress(RuntimeError):  # it has come, or its time is over just now
                 receiving.reschedule(0.0)
 
     @asynccontextmanager
@@ -86,9 +86,9 @@ class Bodies:
                         raise _too_long(self._limit)
                     self._hold(held, now)
                     held = now
-            self._receiving.discard(receiving)
             body = b"".join(parts)
             parts.clear()
+            del message  # it has the last part
             yield body
         except TimeoutError:
             if not receiving.expired():  # of the work on the body

@@ -80,11 +80,8 @@ class GenerateCall:
             self._submit(reply, refused)
             observe = self._app.metrics.inter_token.observe
             merged = MergedStream(self._streams, reply.n, observe)
-            if reply.request.stream:
-                failure = await self._stream(reply, merged, watch)
-                context.error_type = failure.type if failure is not None else ""
-            else:
-                await self._whole(reply, merged, watch)
+            write = self._stream if reply.request.stream else self._whole
+            await write(reply, merged, watch)
         finally:
             del refused  # if it is what is raised, it holds this frame, as everywhere below
             self._abort()  # what has not ended: nobody reads it any more
@@ -197,10 +194,7 @@ class GenerateCall:
         body = await asyncio.to_thread(reply.whole, deltas) if large else reply.whole(deltas)
         await send_whole(self._send, body)
 
-    async def _stream(
-        self, reply: Reply, merged: MergedStream, watch: DisconnectWatch
-    ) -> ApiError | None:
-        """Send the answer. Returns the error that ended the stream, as its client was told."""
+    async def _stream(self, reply: Reply, merged: MergedStream, watch: DisconnectWatch) -> None:
         cycle = self._context.cycle
         writer = Writer(self._send, None if cycle is None else cycle())
         beat: asyncio.Task[None] | None = None
@@ -253,7 +247,8 @@ class GenerateCall:
         await writer.write(end, last=True)
         if watch.gone:
             raise ClientGone
-        return failure
+        if failure is not None:
+            self._context.error_type = failure.type
 
     def _failure(self, delta: Delta, record: RequestRecord) -> ApiError | None:
         """Return what to tell a client whose request neither it nor the model ended."""

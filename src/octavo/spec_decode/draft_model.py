@@ -96,7 +96,7 @@ class DraftModelDrafter(ModelDrafter):
             self.kv.advance(cache.slot, cache.size)
             self.kv.register(cache.slot, cache.seq.token_ids)
         drafts = {
-            cache.seq: PartialDraft.begin(cache.seq, cache.most, probabilities=self._rejection)
+            cache.seq: PartialDraft(cache.seq, cache.most, probabilities=self._rejection)
             for cache in caches
             if cache.most
         }

@@ -49,7 +49,7 @@ class LayerSkipDrafter(ModelDrafter):
                     continue
                 held[seq.slot] = int(kv.num_blocks[seq.slot])
                 kv.reserve(seq.slot, most)
-                drafts[seq] = PartialDraft.begin(seq, most, probabilities=self._rejection)
+                drafts[seq] = PartialDraft(seq, most, probabilities=self._rejection)
             going, passes = [*drafts.values()], 0
             if going:
                 # Blocks that this step still has to copy or load may be read and written.

@@ -202,15 +202,13 @@ class MedusaDrafter(ModelDrafter):
             if count
         }
         drawing: list[PartialDraft] = []
-        if self._begun is None and self._hidden is not None:
+        hidden = self._hidden
+        if self._begun is None and hidden is not None:
             known = {seq: count for seq, count in asked.items() if seq in self._rows}
             greedy = {seq: count for seq, count in known.items() if _likeliest(seq)}
             drawing = [
-                PartialDraft.begin(
-                    seq,
-                    count,
-                    probabilities=self._rejection,
-                    row=self._hidden[self._rows[seq]].copy(),
+                PartialDraft(
+                    seq, count, probabilities=self._rejection, row=hidden[self._rows[seq]].copy()
                 )
                 for seq, count in known.items()
                 if seq not in greedy
@@ -226,14 +224,9 @@ class MedusaDrafter(ModelDrafter):
         """Begin drafts of sequences that draw the likeliest token, behind their last ``tokens``."""
         if not most or self._hidden is None:
             return
-        rows = [self._rows[seq] for seq in most]
+        rows, counts = [self._rows[seq] for seq in most], [*most.values()]
         self._executor.start_draft(
-            self._programs,
-            self._hidden,
-            rows,
-            tokens,
-            [*most.values()],
-            tuning.HEADS_LEAST_CHANCE,
+            self._programs, self._hidden, rows, tokens, counts, tuning.HEADS_LEAST_CHANCE
         )
         self._begun = {seq: place for place, seq in enumerate(most)}
         self._hidden, self._rows = None, {}

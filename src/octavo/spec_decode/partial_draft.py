@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Self
 
 import numpy as np
 
@@ -23,29 +21,27 @@ def max_distributions(vocab_size: int) -> int:
     return max(1, _MAX_DISTRIBUTION_BYTES // (4 * vocab_size))
 
 
-@dataclass(slots=True, eq=False)
 class PartialDraft:
     """Up to ``most`` tokens behind a sequence's, drawn with its own random numbers and penalties.
 
-    If the distributions that they are drawn from are wanted, ``drawn_from`` collects them.
+    If ``probabilities`` are wanted, ``drawn_from`` collects the distributions that tokens are drawn
+    from; None where draws are certain. ``row`` is hidden, and a drafter may go on from it.
     """
 
-    seq: Seq
-    most: int
-    state: SamplerState
-    drawn_from: list[Float32] | None
-    token_ids: list[int] = field(default_factory=list)
-    evidence: int = 0  # as of `Draft`
-    chance: float = 1.0  # that all of it is right, as a drafter may estimate it
-    row: Float32 | None = None  # hidden, that a drafter may go on from
+    __slots__ = ("chance", "drawn_from", "evidence", "most", "row", "seq", "state", "token_ids")
 
-    @classmethod
-    def begin(cls, seq: Seq, most: int, *, probabilities: bool, row: Float32 | None = None) -> Self:
-        """Return a draft without tokens yet."""
-        state: SamplerState = seq.output.sampler
-        # A greedy draw is certain.
-        drawn = probabilities and seq.owner.params.temperature >= MIN_TEMPERATURE
-        return cls(seq, most, state.fork(seq.choice), [] if drawn else None, row=row)
+    def __init__(
+        self, seq: Seq, most: int, *, probabilities: bool, row: Float32 | None = None
+    ) -> None:
+        greedy = seq.owner.params.temperature < MIN_TEMPERATURE
+        self.seq = seq
+        self.most = most
+        self.state: SamplerState = seq.output.sampler.fork(seq.choice)
+        self.drawn_from: list[Float32] | None = [] if probabilities and not greedy else None
+        self.token_ids: list[int] = []
+        self.evidence = 0  # as of `Draft`
+        self.chance = 1.0  # that all of it is right, as a drafter may estimate it
+        self.row = row
 
     @property
     def last_token(self) -> int:

@@ -151,12 +151,11 @@ class Speculator:
             room = min(room, max_distributions(self._vocab_size))
         if self._pinned is not None:
             most = within(most, room)
-        drafts, looking = [NO_DRAFT] * len(decoding), 0.0
+        looking, made = 0.0, dict[Seq, Draft]()
         if self._lookup is not None:
             began = self._now()
-            drafts = self._ask(self._lookup, decoding, most)
+            self._found = self._ask(self._lookup, decoding, most)
             looking = self._now() - began - self._lookup.reading_seconds
-            self._found = _by_sequence(decoding, drafts)
         if self._model is not None:
             counts = self._model_counts(decoding, most, num_tokens, room)
             if any(counts):
@@ -164,11 +163,8 @@ class Speculator:
                 made = self._ask(self._model, decoding, counts)
                 if self._planner is not None:
                     self._planner.observe(decoding, counts, self._now() - began)
-                drafts = [
-                    draft if draft.token_ids else found
-                    for draft, found in zip(made, drafts, strict=True)
-                ]
-        self._drafts = _by_sequence(decoding, drafts)
+        self._drafts = self._found | made
+        drafts = [self.draft_of(seq) for seq in decoding]
         if self._pinned is not None:
             self._branches = {
                 index: [list(path) for path in draft.alternatives]
@@ -261,14 +257,16 @@ class Speculator:
 
     def _ask(
         self, drafter: Lookup | ModelDrafter, decoding: list[Seq], counts: list[int]
-    ) -> list[Draft]:
-        """Return the drafter's checked drafts. Raises whatever it raises."""
-        answers = drafter.propose(decoding, counts)
+    ) -> dict[Seq, Draft]:
+        """Return the drafter's checked drafts that have tokens. Raises whatever it raises."""
         drawn = self.rejection and self._model is None  # by code of the user's own
-        return [
-            checked_draft(answer, most, self._vocab_size, drawn=drawn)
-            for answer, most in zip(answers, counts, strict=True)
-        ]
+        drafts = {}
+        answers = drafter.propose(decoding, counts)
+        for seq, answer, most in zip(decoding, answers, counts, strict=True):
+            draft = checked_draft(answer, most, self._vocab_size, drawn=drawn)
+            if draft.token_ids:
+                drafts[seq] = draft
+        return drafts
 
     def draft_of(self, seq: Seq) -> Draft:
         """Return the sequence's whole draft of this step, however much of it is verified."""
@@ -424,11 +422,6 @@ class Speculator:
             self.failures += 1
             logger.error("the drafter failed and is not asked again: %s", _one_line(error))
             self.close()
-
-
-def _by_sequence(decoding: list[Seq], drafts: list[Draft]) -> dict[Seq, Draft]:
-    """Return the drafts that have tokens."""
-    return {seq: draft for seq, draft in zip(decoding, drafts, strict=True) if draft.token_ids}
 
 
 def _one_line(error: BaseException) -> str:

@@ -67,10 +67,8 @@ def test_the_limit_is_of_the_steps_that_ran(drive: Drive) -> None:
     rates = Rates(1e9, 1e9)
     costs = drive.executor.costs
     phase = drive.prefill(drive.prompts(LOADS[3]))
-    recorded = [costs.step(batch, rates) for batch in phase.batches]
     ops = [sum(op.ops for op in costs.by_op(batch)) for batch in phase.batches]
-    assert [cost.ops for cost in recorded] == ops
-    assert all(cost.seconds > 0 for cost in recorded)
+    assert all(costs.seconds(batch, rates) > 0 for batch in phase.batches)
     matrices = [shape for shape in costs.program.weights.values() if len(shape) == 2]
     every = 2 * sum(int(np.prod(shape)) for shape in matrices) * phase.tokens
     assert sum(ops) < 2 * every

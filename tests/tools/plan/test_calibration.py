@@ -137,9 +137,7 @@ def test_it_predicts_through_noise_and_interruptions(held_up: float) -> None:
     ]
     fitted = fit(COSTS, seen, LIMITS, 2)
     swift = fitted.rates.slowed(1 / fitted.held_up)
-    ratios = [
-        COSTS.step(each, swift).seconds / COSTS.step(each, TRUE).seconds for each in batches(2)
-    ]
+    ratios = [COSTS.seconds(each, swift) / COSTS.seconds(each, TRUE) for each in batches(2)]
     assert abs(np.median(ratios) - 1) < 0.02
     assert np.quantile(np.abs(np.array(ratios) - 1), 0.9) < 0.05
     assert 0.02 < fitted.error < 0.09  # the noise's own, and it says so
@@ -185,7 +183,7 @@ def test_held_up_steps_count_in_the_mean() -> None:
     ]
     fitted = fit(COSTS, seen, LIMITS, 2)
     assert fitted.held_up == pytest.approx(1.1, abs=0.02)
-    predicted = sum(COSTS.step(each.batch, fitted.rates).seconds for each in seen)
+    predicted = sum(COSTS.seconds(each.batch, fitted.rates) for each in seen)
     assert predicted == pytest.approx(sum(each.seconds for each in seen), rel=0.03)
     assert all(abs(error.bias) < 0.03 for error in fitted.errors if error.steps > 15)
     now = [each for index, each in enumerate(seen) if index % 10]
@@ -490,7 +488,7 @@ def test_leaps_take_what_steps_take() -> None:
         leaps = COSTS.decode_seconds(positions, TRUE)
         for ahead in range(3):
             spans = [(int(position) + ahead, 1, True) for position in positions]
-            assert next(leaps) == COSTS.step(batch(spans), TRUE).seconds
+            assert next(leaps) == COSTS.seconds(batch(spans), TRUE)
 
 
 def test_a_prediction_follows_the_engine() -> None:

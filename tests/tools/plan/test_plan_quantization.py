@@ -185,11 +185,14 @@ def test_the_parts_add_up_to_the_cost_models_step(tmp_path: Path) -> None:
         arithmetic=dict.fromkeys(gemma.program.weights, Arithmetic.INT8),
         attention=Arithmetic.BF16,
     )
-    for phase, batch in ((found.decode, decode_batch(1, 900)), (found.prefill, prefill_batch(700))):
-        cost = model.step(batch, BALANCED)
-        assert phase.ops == cost.ops
-        assert phase.bytes == cost.weight_bytes + cost.kv_bytes
-        assert phase.seconds == pytest.approx(cost.seconds, rel=1e-12)
+    for phase, batch in (
+        (found.decode, decode_batch(1, 900)),
+        (found.prefill, prefill_batch(700)),
+    ):
+        costs = model.by_op(batch)
+        assert phase.ops == sum(cost.ops for cost in costs)
+        assert phase.bytes == sum(cost.bytes for cost in costs)
+        assert phase.seconds == pytest.approx(model.seconds(batch, BALANCED), rel=1e-12)
 
 
 def test_experts_are_read_as_they_are_hit(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from octavo.loader.bind import ROUTER
 from octavo.loader.gguf import GgufFile
 from octavo.loader.tokenizer import SPACE, byte_alphabet
 from octavo.models import families
+from octavo.models.config import UNROTATED
 from octavo.tools.quantize.ggml_rounding import ggml_round
 from octavo.tools.quantize.layouts import Format, scheme_of
 from octavo.tools.quantize.same_model import difference
@@ -113,6 +114,16 @@ def test_long_rope(tmp_path: Path) -> None:
     found = load(tmp_path / "out.gguf").config
     assert difference(load(source).config, found) is None
     assert found.layers[0].rope.by_length is not None
+
+
+def test_no_rotary_positions(tmp_path: Path) -> None:
+    """In both formats, where a family's class takes a part of 0."""
+    part = {"rope_parameters": None, "rope_scaling": None, "partial_rotary_factor": 0.0}
+    source = speaking(random_folder("phi3", tmp_path / "source", **part))
+    make(source, tmp_path / "out.gguf", format="gguf")
+    make(tmp_path / "out.gguf", tmp_path / "folder")
+    for path in (source, tmp_path / "out.gguf", tmp_path / "folder"):
+        assert {layer.rope for layer in load(path).config.layers} == {UNROTATED}
 
 
 def test_rotary_positions_without_a_key_are_refused(tmp_path: Path) -> None:

@@ -30,7 +30,15 @@ from octavo.tools.quantize.quantizer import Quantizer, Report
 from octavo.tools.quantize.state import QuantizeError
 from oracle.tiny_folders import folder, talking_folder
 from paths import ORACLE
-from tools.quantize.quantizing import SAMPLES, logits_of, make, qwen3_folder, recipe, weights_of
+from tools.quantize.quantizing import (
+    SAMPLES,
+    logits_of,
+    make,
+    qwen3_folder,
+    random_folder,
+    recipe,
+    weights_of,
+)
 
 GGUF = ORACLE / "tiny-llama-legacy.gguf"  # of two layers
 
@@ -287,6 +295,24 @@ def test_every_byte_of_a_large_weight_tells_models_apart(
         quantizer = Quantizer(replace(checkpoint, weights=changed), chosen, None, lambda r, v: v)
         found.add(quantizer.settings()["model"])
     assert len(found) == len(range(0, weight.nbytes, 997))
+
+
+def test_a_model_with_biases_is_the_same_in_another_process(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom octavo.loader import load\n"
+        "from octavo.tools.quantize.quantizer import Method, Quantizer, Recipe\n"
+        "from octavo.tools.quantize.layouts import Format, scheme_of\n"
+        "recipe = Recipe(Method.RTN, scheme_of(Format.GPTQ, 4, None, False))\n"
+        "model = load(Path(sys.argv[1]))\n"
+        "print(Quantizer(model, recipe, None, lambda role, values: values).settings()['model'])"
+    )
+    source = random_folder("qwen2", tmp_path / "source")
+    found = set()
+    for seed in "123":
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", script, str(source)]
+        found.add(subprocess.check_output(command, env=environment, text=True))
+    assert len(found) == 1
 
 
 def test_an_empty_folder_of_the_user_s_stays(tmp_path: Path, source: Path) -> None:

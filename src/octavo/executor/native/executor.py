@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
@@ -41,9 +41,6 @@ from octavo.models.config import Experts, Rope
 from octavo.models.program import Embed, Program
 from octavo.sampling.native import NativeSampler
 from octavo.words import plural
-
-if TYPE_CHECKING:
-    from hashlib import _Hash
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +135,9 @@ class NativeExecutor(Executor):
             "%s (%s), instruction set %s", plural(self.threads, "thread"), source, runtime.isa
         )
         self._attention = attention_shape(program)
-        self._loader: _Loader | None = _Loader(runtime, layout, sha256() if digest else None)
+        content = sha256()
+        hashing = content.update if digest else lambda data: None
+        self._loader: _Loader | None = _Loader(runtime, layout, hashing)
         self._regions = self._loader.load(
             program,
             {role: w for role, w in checkpoint.weights.items() if role in program.weights},
@@ -148,7 +147,7 @@ class NativeExecutor(Executor):
         )
         self.costs = self._count(program)
         self._programs = [(self.costs, keep_hidden)]
-        self.digest = self._loader.digest.digest() if self._loader.digest else b""
+        self.digest = content.digest() if digest else b""
 
     @classmethod
     def load(
@@ -315,10 +314,10 @@ class _Loader:
     """Hand weights and lowered programs to the runtime."""
 
     def __init__(
-        self, runtime: _native.Runtime, layout: KvLayout, digest: _Hash | None = None
+        self, runtime: _native.Runtime, layout: KvLayout, hashing: Callable[[Any], None]
     ) -> None:
         self.runtime = runtime
-        self.digest = digest  # of what is loaded, as it is read
+        self.hashing = hashing  # of what is loaded, as it is read
         self.layout = layout
         self.held: dict[str, _Held] = {}
         self.order_of: dict[str, int] = {}  # a matrix's inputs
@@ -359,10 +358,9 @@ class _Loader:
         )
         self.runtime.allocate_weights(sum(packed))
         for role, weight in new.items():
-            if self.digest is not None:
-                order = b"" if weight.order is None else weight.order.tobytes()
-                named = (role, weight.format.name, weight.shape, weight.group, order)
-                self.digest.update(repr(named).encode())
+            order = b"" if weight.order is None else weight.order.tobytes()
+            named = (role, weight.format.name, weight.shape, weight.group, order)
+            self.hashing(repr(named).encode())
             if weight.order is not None:
                 self.order_of[role] = self._order(program, role, weight, weight.order)
             if len(weight.shape) == 2:
@@ -372,8 +370,7 @@ class _Loader:
                     raise CheckpointError(f"{weight.name}: a vector in format {weight.format.name}")
                 floats = dequantize(weight)
                 number = self.runtime.add_vector(floats.tolist())
-                if self.digest is not None:
-                    self.digest.update(floats.data)
+                self.hashing(floats.data)
             size = held_bytes(weight, self.runtime.isa)
             self.held[role] = _Held(number, weight.format, weight.shape, size)
 
@@ -411,8 +408,7 @@ class _Loader:
                 raise CheckpointError(
                     f"{self.source}: tensor {weight.name!r}, from row {first} on: {error}"
                 ) from None
-            if self.digest is not None:
-                self.digest.update(data.data)
+            self.hashing(data.data)
             self.read += data.nbytes
             if self.read >= _READ_BYTES:
                 del data

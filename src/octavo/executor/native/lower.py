@@ -168,6 +168,7 @@ class _Lowering:
         keep_hidden: bool,
     ) -> None:
         self.keep_hidden = keep_hidden
+        self.last_attention = program.last_attention
         self.formats = formats
         self.kernels = kernels
         self.orders = orders
@@ -182,10 +183,6 @@ class _Lowering:
         self.selected = False
 
     def run(self) -> Plan:
-        attention = (
-            i for i, use in enumerate(self.uses) if isinstance(use.op, model.PagedAttention)
-        )
-        last_attention = max(attention, default=0)
         i = 0
         while i < len(self.uses):
             op = self.uses[i].op
@@ -193,7 +190,7 @@ class _Lowering:
                 i += self._row_function(i, op)
             else:
                 i += LOWERINGS[type(op)](self, i, op)
-            if not self.selected and i > last_attention:
+            if not self.selected and i > self.last_attention:
                 self._select(i)
         stretches = _stretches(self.regions)
         for buffer in self.buffers:
@@ -250,23 +247,21 @@ class _Lowering:
 
     # Values
 
-    def _new_buffer(self, size: int) -> Buffer:
-        """Return a buffer born in the region that comes next or that row-wise ops now join."""
+    def _new_buffer(self, size: int, experts: Experts | None = None) -> Buffer:
+        """Return a buffer born in the region that comes next or that row-wise ops now join. With
+        ``experts`` it is of their slots (kernels/experts.h), each of ``size`` bytes.
+        """
+        if experts is not None:
+            size = self.kernels.slots_row_bytes(experts.count, experts.chosen, size)
         buffer = Buffer(size, len(self.regions), len(self.regions))
         if self.regions and self.regions[-1].work.kind in (_native.RowsRegion, _native.SlotsRegion):
             buffer.first -= 1
         self.buffers.append(buffer)
         return buffer
 
-    def _new_view(self, width: int) -> View:
+    def _new_view(self, width: int, experts: Experts | None = None) -> View:
         stride = -(-width // 16) * 16
-        return View(self._new_buffer(stride * FLOAT_BYTES), width, stride)
-
-    def _new_slots(self, slot_bytes: int, experts: Experts) -> Buffer:
-        """Return a buffer of a value of experts' slots (kernels/experts.h)."""
-        return self._new_buffer(
-            self.kernels.slots_row_bytes(experts.count, experts.chosen, slot_bytes)
-        )
+        return View(self._new_buffer(stride * FLOAT_BYTES, experts), width, stride, experts)
 
     def _read(self, index: int) -> View:
         """Return the first value that an op reads."""
@@ -284,10 +279,17 @@ class _Lowering:
                 return self.views[out]
         return self._new_value(index)
 
-    def _new_value(self, index: int) -> View:
+    def _new_value(self, index: int, experts: Experts | None = None) -> View:
         (out,) = self.uses[index].writes
-        self.views[out] = self._new_view(self.widths[out])
+        width = self.widths[out] if experts is None else self.widths[out] // experts.chosen
+        self.views[out] = self._new_view(width, experts)
         return self.views[out]
+
+    def _new_after_rows(self, index: int, experts: Experts | None = None) -> View:
+        """Return a value born in a region of its own, not in the row-wise one that is last."""
+        view = self._new_value(index, experts)
+        view.buffer.first = len(self.regions)
+        return view
 
     def _prepare(self, value: int, weight: str) -> Buffer:
         """Return the value in the form and the order that a matrix takes it."""
@@ -299,11 +301,7 @@ class _Lowering:
         view = self.views[value]
         self._rows(view.experts)
         row_bytes = self.kernels.activation_bytes(format, view.width)
-        buffer = (
-            self._new_slots(row_bytes, view.experts)
-            if view.experts
-            else self._new_buffer(row_bytes)
-        )
+        buffer = self._new_buffer(row_bytes, view.experts)
         args = view, format, view.width, buffer, order
         self._step("prepare", _native.PrepareStep, *args, experts=view.experts)
         self.prepared.append((value, format, order, buffer))
@@ -392,12 +390,6 @@ class _Lowering:
         self._region("logits", (i,), _native.LogitsRegion, *args)
         return 1
 
-    def _new_after_rows(self, i: int) -> View:
-        """Return a value born in a region of its own, not in the row-wise one that is last."""
-        view = self._new_value(i)
-        view.buffer.first = len(self.regions)
-        return view
-
     def _linears(self, i: int, _: model.Linear) -> int:
         """Emit a region for the linear ops from i that share an input, or one that accumulates."""
         residual = self._residual(i)
@@ -438,14 +430,9 @@ class _Lowering:
         inputs = [self._prepare_experts(self.uses[i].reads[0], each) for each in ops]
         parts = []
         for j, (each, buffer) in enumerate(zip(ops, inputs, strict=True), start=i):
-            (out,) = self.uses[j].writes
-            width = self.widths[out] // experts.chosen
-            stride = -(-width // 16) * 16
-            slots = self._new_slots(stride * FLOAT_BYTES, experts)
-            slots.first = len(self.regions)
-            self.views[out] = View(slots, width, stride, experts)
+            out = self._new_after_rows(j, experts)
             matrices = [WeightRef(role) for role in each.weights]
-            parts.append(LoweredStep(_native.ExpertsPart, (matrices, buffer, self.views[out])))
+            parts.append(LoweredStep(_native.ExpertsPart, (matrices, buffer, out)))
         self._region(_names(ops), range(i, i + len(ops)), _native.ExpertsRegion, experts, parts)
         return len(ops)
 
@@ -477,7 +464,7 @@ class _Lowering:
                 return buffer
         rows = self._prepare(value, first) if alike else None
         self._rows(view.experts)
-        slots = self._new_slots(self.kernels.activation_bytes(format, view.width), op.experts)
+        slots = self._new_buffer(self.kernels.activation_bytes(format, view.width), op.experts)
         if rows is not None:
             # Rows that are prepared once are copied to the slots of their choices.
             args: tuple[Any, ...] = (rows, format, view.width, op.experts, slots)

@@ -66,7 +66,7 @@ class KvConnector(ABC):
     bandwidth: float  # bytes a second that loading is expected to reach until it is measured
 
     def __init__(self) -> None:
-        self.events = EventQueue()  # the manager replaces it by the engine's
+        self.events = EventQueue()  # the engine's, once it is attached to one
         self.arrived = threading.Event()  # set when a load is over
         self.counters = ConnectorStats()  # those that `stats` completes with sizes
         # Loads and saves that are over. Any thread appends, the engine's removes.

@@ -112,9 +112,6 @@ class HostMemory(KvConnector):
         self.pin(key)
         self.unpin(key)
 
-    def slot(self, key: Key) -> int:
-        return self._slots[key]
-
     def row(self, key: Key) -> Bytes:
         """Return the block's bytes [block_bytes], in place."""
         row: Bytes = self.data[self._slots[key]]

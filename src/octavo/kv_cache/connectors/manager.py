@@ -26,7 +26,6 @@ from octavo.kv_cache.block_hash import Key, digest_of
 from octavo.kv_cache.connectors.base import BlockTransfer, Bytes, ConnectorStats, KvConnector
 from octavo.kv_cache.connectors.host import HostMemory
 from octavo.kv_cache.connectors.prefetch import Prefetch, Prefetcher
-from octavo.kv_cache.events import EventQueue
 from octavo.kv_cache.prefix_index import Node, PrefixIndex
 from octavo.kv_cache.transfer_cost import TransferCost
 
@@ -78,11 +77,6 @@ class ConnectorManager:
     def register_kv_caches(self, transfer: BlockTransfer) -> None:
         """Read and write the pool's blocks with ``transfer``, the executor."""
         self._transfer = transfer
-
-    def publish_to(self, events: EventQueue) -> None:
-        """Put the events of all connectors into ``events``."""
-        for connector in self.all:
-            connector.events = events
 
     @property
     def paused(self) -> bool:

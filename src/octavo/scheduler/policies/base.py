@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the command line reads the classes and needs no engine
     from octavo.scheduler.sequence import Sequence
 
 BY_ARRIVAL = attrgetter("order")
-_KEY = itemgetter(0)
+_KEY, _SEQUENCE = itemgetter(0), itemgetter(1)  # of an entry
 
 
 class Setting(NamedTuple):
@@ -99,8 +99,10 @@ class Policy:
         return self.queue_key(seq)
 
     def preemptor(self) -> Sequence | None:
-        """Return the waiting sequence that would preempt a running one, if any."""
-        return self.head() if self.preempts else None
+        """Return the waiting sequence that would preempt a running one, if any. Asked only if the
+        policy ``preempts``.
+        """
+        return self.head()
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
         """Return whether a waiting sequence may take the slot and blocks of a running one. Of two
@@ -166,12 +168,12 @@ class SortedQueue:
         self._entries: list[tuple[Any, Sequence]] = []  # sorted by the key
         self._keys: dict[Sequence, Any] = {}
 
-    def push(self, seq: Sequence, now: float = 0.0) -> None:
+    def push(self, seq: Sequence) -> None:
         key = self._key(seq)
         insort(self._entries, (key, seq), key=_KEY)
         self._keys[seq] = key
 
-    def remove(self, seq: Sequence, now: float = 0.0) -> None:
+    def remove(self, seq: Sequence) -> None:
         """Raise `KeyError` if the sequence is not in the queue."""
         key = self._keys.pop(seq)
         del self._entries[bisect_left(self._entries, key, key=_KEY)]
@@ -191,33 +193,35 @@ class SortedQueue:
         return seq in self._keys
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (seq for _, seq in self._entries)
+        return map(_SEQUENCE, self._entries)
 
 
 class AgeingQueue(SortedQueue):
-    """A queue in order of arrival that counts in ``seq.stood`` for how many seconds each sequence
-    has been its first, without the time in which it ran: so that it comes to its turn some time.
+    """A queue in order of arrival that counts in ``seq.stood`` for how many seconds, by the
+    policy's clock, each sequence has been its first, without the time in which it ran: so that it
+    comes to its turn some time.
     """
 
-    __slots__ = ("_since",)
+    __slots__ = ("_policy", "_since")
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy) -> None:
         super().__init__()
+        self._policy = policy
         self._since = 0.0
 
-    def push(self, seq: Sequence, now: float = 0.0) -> None:
+    def push(self, seq: Sequence) -> None:
         before = self.first
         super().push(seq)
-        self._update(before, now)
+        self._update(before)
 
-    def remove(self, seq: Sequence, now: float = 0.0) -> None:
+    def remove(self, seq: Sequence) -> None:
         before = self.first
         super().remove(seq)
-        self._update(before, now)
+        self._update(before)
 
-    def _update(self, before: Sequence | None, now: float) -> None:
+    def _update(self, before: Sequence | None) -> None:
         """Note that the first may no longer be ``before``."""
-        first = self.first
+        first, now = self.first, self._policy.now
         if first is before:
             return
         if before is not None:
@@ -225,8 +229,9 @@ class AgeingQueue(SortedQueue):
         if first is not None:
             self._since = max(now, first.queued)
 
-    def turns(self, now: float) -> Iterator[tuple[float, Sequence]]:
+    def turns(self) -> Iterator[tuple[float, Sequence]]:
         """Iterate over the queue, each with what `began` will be if those before it leave now."""
+        now = self._policy.now
         for place, seq in enumerate(self):
             yield (max(now, seq.queued) - seq.stood if place else self.began), seq
 

@@ -28,47 +28,34 @@ def setting_users() -> dict[Setting, list[str]]:
     return users
 
 
+def _said(policy: type[Policy]) -> str:
+    return f"{policy.name}, {policy.help}" if policy.help else policy.name
+
+
 def _of_policies(name: str) -> Any:
     """Return the field of a policy's own setting."""
     ((given, users),) = (each for each in setting_users().items() if each[0].name == name)
-    return setting(
-        None,
-        f"Under {' and '.join(users)}: {given.help}.",
-        above=0,
-        below=inf,
-        metavar=given.metavar,
-        show_default=f"{given.default:g}",
-    )
+    help = f"Under {' and '.join(users)}: {given.help}."
+    shown = f"{given.default:g}"
+    return setting(None, help, above=0, below=inf, metavar=given.metavar, show_default=shown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
     """Raises `ValueError` for an unknown policy, and for a setting that the policy does not use."""
 
-    scheduling_policy: str = setting(
-        FirstCome.name,
-        "Who goes first: "
-        + "; ".join(
-            f"{each.name}, {each.help}" if each.help else each.name for each in POLICIES.values()
-        )
-        + ".",
-        metavar="NAME",
-    )
+    # fmt: off
+    scheduling_policy: str = setting(FirstCome.name,
+        f"Who goes first: {'; '.join(map(_said, POLICIES.values()))}.", metavar="NAME")
     # Settings of policies; None: the policy's default
     priority_ageing: float | None = _of_policies("priority_ageing")
     fair_output_cost: float | None = _of_policies("fair_output_cost")
     best_effort_deadline: float | None = _of_policies("best_effort_deadline")
-    max_queue_time: float | None = setting(
-        None,
-        "Seconds a request may wait; then it is refused.",
-        above=0,
-        below=inf,
-        metavar="SECONDS",
-        show_default="no limit",
-    )
-    shed_late: bool = setting(
-        False, "Refuse who waits and can no longer have its first token in time for its target."
-    )
+    max_queue_time: float | None = setting(None, "Seconds a request may wait; then it is refused.",
+        above=0, below=inf, metavar="SECONDS", show_default="no limit")
+    shed_late: bool = setting(False,
+        "Refuse who waits and can no longer have its first token in time for its target.")
+    # fmt: on
 
     def __post_init__(self) -> None:
         if self.scheduling_policy not in POLICIES:

@@ -68,19 +68,13 @@ class Deadline(Policy):
         """``best_effort``: seconds after which the first of those without a target is due."""
         self._best_effort = best_effort
         self._in_time = SortedQueue(lambda seq: (deadline(seq), seq.order))
-        self._others = AgeingQueue()
+        self._others = AgeingQueue(self)
 
     def push(self, seq: Sequence) -> None:
-        if self._is_in_time(seq):
-            self._in_time.push(seq)
-        else:
-            self._others.push(seq, self.now)
+        (self._in_time if self._is_in_time(seq) else self._others).push(seq)
 
     def remove(self, seq: Sequence) -> None:
-        if seq in self._in_time:
-            self._in_time.remove(seq)
-        else:
-            self._others.remove(seq, self.now)
+        (self._in_time if seq in self._in_time else self._others).remove(seq)
 
     def clear(self) -> None:
         self._in_time.clear()
@@ -97,12 +91,12 @@ class Deadline(Policy):
         queue = self._in_time
         while (first := queue.first) is not None and first.owner.has_missed_target(self.now):
             queue.remove(first)
-            self._others.push(first, self.now)
+            self._others.push(first)
         return first
 
     def in_turn(self) -> Iterator[Sequence]:
         """Iterate as `head` goes when each sequence it names leaves."""
-        in_time, others = iter(self._in_time), self._others.turns(self.now)
+        in_time, others = iter(self._in_time), self._others.turns()
         late: list[tuple[tuple[int, int], float, Sequence]] = []  # a heap, by arrival
         first, other = next(in_time, None), next(others, None)
         while True:

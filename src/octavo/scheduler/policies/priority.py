@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from octavo.scheduler.request import RequestRecord
     from octavo.scheduler.sequence import Sequence
 
-    _Change = Callable[[AgeingQueue, Sequence, float], None]
-
 
 class Priority(Policy):
     name = "priority"
@@ -53,13 +51,13 @@ class Priority(Policy):
     def remove(self, seq: Sequence) -> None:
         self._change(seq, AgeingQueue.remove)
 
-    def _change(self, seq: Sequence, change: _Change) -> None:
+    def _change(self, seq: Sequence, change: Callable[[AgeingQueue, Sequence], None]) -> None:
         """Change the queue of a sequence's priority, whose turn may be another then."""
         priority = seq.owner.priority
         known = self._queues.get(priority)
-        queue = AgeingQueue() if known is None else known
+        queue = AgeingQueue(self) if known is None else known
         before = self._turn(priority, queue)
-        change(queue, seq, self.now)
+        change(queue, seq)
         if known is None:
             self._queues[priority] = queue
             insort(self._priorities, priority)
@@ -97,7 +95,7 @@ class Priority(Policy):
                     began, seq = following
                     heapreplace(heap, (level * self._ageing + began, level, seq, others))
             if turn < inf:
-                others = self._queues[priority].turns(self.now)
+                others = self._queues[priority].turns()
                 _, first = next(others)
                 heappush(heap, (turn, priority, first, others))
 

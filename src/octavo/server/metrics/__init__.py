@@ -102,15 +102,19 @@ class Metrics:
             "outcome",
             most=CLIENTS,
         )
-        self._prompt_tokens_of_client, self._generation_tokens_of_client = (
-            families.open(Counter, name, what, "client", most=CLIENTS)
-            for name, what in (
-                ("client_prompt_tokens", "Prompt tokens of requests that have ended, likewise."),
-                (
-                    "client_generation_tokens",
-                    "Tokens generated for requests that have ended, likewise.",
-                ),
-            )
+        self._prompt_tokens_of_client = families.open(
+            Counter,
+            "client_prompt_tokens",
+            "Prompt tokens of requests that have ended, likewise.",
+            "client",
+            most=CLIENTS,
+        )
+        self._generation_tokens_of_client = families.open(
+            Counter,
+            "client_generation_tokens",
+            "Tokens generated for requests that have ended, likewise.",
+            "client",
+            most=CLIENTS,
         )
         self._requests_of_client.reserve("", *((outcome.value,) for outcome in Outcome))
         self._prompt_tokens_of_client.reserve("", ())

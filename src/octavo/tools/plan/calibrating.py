@@ -58,7 +58,7 @@ def measure(
         roof,
         fitted.errors,
         fitted.error,
-        others=_share(others),
+        others=others.taken().share,
     )
 
 
@@ -78,7 +78,7 @@ def refreshed(
     steps = _observed(lambda: probe(loaded.engine, seconds=seconds, seed=seed))
     slow = slowness(executor.costs, steps, calibration.rates, calibration.held_up)
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    return replace(calibration, moment=Moment(*slow, date, len(steps), _share(others)))
+    return replace(calibration, moment=Moment(*slow, date, len(steps), others.taken().share))
 
 
 def check_settings(config: EngineConfig) -> None:
@@ -121,8 +121,3 @@ def _observed(observing: Callable[[], list[Observation]]) -> list[Observation]:
         return observing()
     except Unobservable as error:
         raise SettingsError(f"the engine cannot run the load: {error}") from None
-
-
-def _share(others: Others) -> float:
-    taken = others.taken()
-    return 0.0 if taken is None else taken.share

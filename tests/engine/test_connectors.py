@@ -633,13 +633,17 @@ def test_without_a_target_a_hit_is_copied_in_at_once() -> None:
     hit.end()
 
 
-def test_a_hit_is_copied_in_as_steps_have_time_for_it() -> None:
+def test_a_hit_is_copied_in_as_steps_have_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[float] = []  # from the budgets
+    take = TokenBudget.copy
+    monkeypatch.setattr(TokenBudget, "copy", lambda self, s: (taken.append(s), take(self, s)))
     target = 0.006
     hit = Hit(target)
     steps = [hit.step() for _ in range(20)]
     assert sum(copied for copied, _ in steps) == 18
     assert max(copied for copied, _ in steps) > 1  # what there is time for
     assert all(seconds <= target for _, seconds in steps)
+    assert sum(taken) == pytest.approx(0.018, rel=1e-4)
     hit.end()
     assert hit.copied == 18
 

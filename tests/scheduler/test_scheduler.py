@@ -57,19 +57,20 @@ def test_finished_sequences_leave_and_waiting_ones_join_in_the_next_step() -> No
 
 
 def test_a_long_prompt_neither_stalls_a_decode_nor_a_short_newcomer() -> None:
-    engine = build(max_num_batched_tokens=32, max_model_len=2100, num_blocks=200)
+    engine = build(max_num_batched_tokens=32, max_model_len=2100, num_blocks=210)
     steps = Steps(engine)
     engine.add_request(request("victim", [1] * 20, max_tokens=100))
     engine.step()
     engine.add_request(request("long", [2] * 2000, max_tokens=2))
     for _ in range(3):
         engine.step()
-    short = engine.add_request(request("short", [3] * 12, max_tokens=3))
+    short = engine.add_request(request("short", [3] * 3, max_tokens=3))
     for _ in range(4):
         engine.step()
     assert all(step["victim"] == 1 for step in steps.tokens[1:])
     assert all(sum(step.values()) <= 32 for step in steps.tokens)
     assert steps.tokens[1]["long"] == 31
+    assert steps.tokens[4] == {"victim": 1, "long": 28, "short": 3}, "the long one has the rest"
     assert short.outcome is Outcome.FINISHED, "answered while the long prompt is under way"
     assert "long" in steps.tokens[-1]
     run(engine)

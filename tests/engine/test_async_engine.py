@@ -181,6 +181,19 @@ async def test_when_a_step_hangs_every_stream_gets_an_error() -> None:
     await engine.stop()
 
 
+async def test_a_death_posted_before_a_delta_ends_the_stream() -> None:
+    """The watchdog posts it while the engine's thread is about to post a delta."""
+    engine = await started()
+    steps = Leave(engine.engine.executor)
+    stream = engine.submit(request("a", [1]))
+    stream.push([Delta("a", 0, "b", [2]), EngineDead("injected"), Delta("a", 0, "c", [3])])
+    assert (await anext(stream)).token_ids == [2]
+    with pytest.raises(EngineDead, match="injected"):
+        await asyncio.wait_for(anext(stream), PATIENCE)
+    steps.let_all()
+    await engine.stop()
+
+
 async def test_a_hang_is_noticed_after_the_loop_that_watched_has_closed() -> None:
     engine = await started()
 

@@ -122,20 +122,28 @@ class Stream(AsyncIterator[Delta]):
         self._wake()
 
     def push(self, arrived: Sequence[Delta | EngineDead]) -> None:
-        """Take deltas, in their order; the engine's death comes last."""
+        """Take deltas, in their order. What comes behind the engine's death is dropped: the engine
+        has posted it meanwhile, from its own thread.
+        """
         if self._over:
             return
-        last = arrived[-1]
-        self._over = isinstance(last, EngineDead) or last.record is not None
-        for delta in joined([each for each in arrived if not isinstance(each, EngineDead)]):
+        deltas: list[Delta] = []
+        death: EngineDead | None = None
+        for each in arrived:
+            if isinstance(each, EngineDead):
+                death = each
+                break
+            deltas.append(each)
+        self._over = death is not None or deltas[-1].record is not None
+        for delta in joined(deltas):
             if self._error is not None:  # what `at_once` raised leaves a gap before all others
                 return
             if self.at_once is None or not self._take_at_once(delta):
                 self._arrived.append(delta)
                 self._hold(self.unsent + _size(delta))
                 self._wake()
-        if isinstance(last, EngineDead):
-            self._error = self._error or last
+        if death is not None:
+            self._error = self._error or death
             self._wake()
         while self.mailbox.unsent > _MOST_UNSENT_TOTAL:
             next(iter(self.mailbox.paused), self)._end_unread()

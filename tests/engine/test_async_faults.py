@@ -321,6 +321,21 @@ async def test_who_comes_to_a_dead_engine_is_not_told_to_come_back(end: str) -> 
     await engine.stop()
 
 
+async def test_what_is_refused_after_it_was_accepted_has_failed() -> None:
+    """Also by an error that would have rejected it before: nobody has told the client so."""
+    inner = build(clock=Clock())
+
+    def admit(*_: object) -> None:
+        raise AdmissionError("injected")
+
+    patch(inner, admit=admit)
+    engine = await started(inner)
+    stream = engine.submit(request("a", [1]))
+    assert [delta.finish_reason for delta in await collect(stream)] == [FinishReason.ERROR]
+    assert (stream.record.outcome, stream.record.error) == (Outcome.FAILED, "injected")
+    await engine.stop()
+
+
 async def test_who_is_being_let_in_when_the_thread_dies_has_an_outcome() -> None:
     inner = build(clock=Clock())
     told = Told(inner)

@@ -21,7 +21,7 @@ from octavo.engine.stats import EngineStats
 from octavo.engine.stream import Delivery, EngineDead, Mailbox, Stream
 from octavo.engine.wait_time import WaitTimePredictor
 from octavo.scheduler.admission import Forecast
-from octavo.scheduler.request import AdmissionError, Request, RequestRecord
+from octavo.scheduler.request import AdmissionError, Outcome, Request, RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -334,7 +334,8 @@ class AsyncEngine:
                 self.engine.admit(request, record)
             except Exception as error:
                 logger.exception("request %r could not be queued", request.request_id)
-                self._deliver([self.engine.refuse(record, error)])
+                # Whatever the error is, the request had been accepted.
+                self._deliver([self.engine.refuse(record, error, Outcome.FAILED)])
             self._taken.popleft()
         for request_id, paused in pauses.items():
             (self.engine.pause if paused else self.engine.resume)(request_id)

@@ -197,11 +197,16 @@ class Engine:
             params=request.params,
         )
 
-    def refuse(self, record: RequestRecord, error: Exception) -> Delta:
-        """End a request that is not to be queued (`ValueError`), or that could not be."""
+    def refuse(
+        self, record: RequestRecord, error: Exception, outcome: Outcome | None = None
+    ) -> Delta:
+        """End a request that is not to be queued, or that could not be. ``outcome``: None: REJECTED
+        for a `ValueError`, else FAILED.
+        """
         record.error = str(error)
-        rejected = isinstance(error, ValueError)
-        self.close_record(record, Outcome.REJECTED if rejected else Outcome.FAILED)
+        if outcome is None:
+            outcome = Outcome.REJECTED if isinstance(error, ValueError) else Outcome.FAILED
+        self.close_record(record, outcome)
         return Delta(record.request_id, 0, "", [], finish_reason=FinishReason.ERROR, record=record)
 
     def admit(self, request: Request, record: RequestRecord) -> None:

@@ -145,15 +145,13 @@ class SequenceOutput:
             return text, None
         seen, text = len(self._held), self._held + text
         if self._num_pushed >= self._params.min_tokens:
-            # Those that end in what is new: where they end, where they begin
-            found = [
-                (begin + len(stop), begin, stop)
-                for stop in self._stops
-                if (begin := text.find(stop, max(0, seen + 1 - len(stop)))) >= 0
-            ]
-            if found:
-                end, begin, stop = min(found)
-                return text[: end if self._params.include_stop_str_in_output else begin], stop
+            # Only ends in what is new are tried: what is held may be as long as a stop string.
+            for end in range(seen + 1, len(text) + 1):
+                if text.endswith(self._stops, 0, end):
+                    found = [stop for stop in self._stops if text.endswith(stop, 0, end)]
+                    stop = max(found, key=len)
+                    included = self._params.include_stop_str_in_output
+                    return text[: end if included else end - len(stop)], stop
         certain = max(0, len(text) - self._longest + 1)
         while certain < len(text) and not self._may_become_stop(text[certain:]):
             certain += 1

@@ -10,6 +10,9 @@ import pytest
 from serve_fakes import events
 from serving import listening, real_engine, started
 
+from octavo.engine.outputs import Delta
+from octavo.engine.stream import joined
+from octavo.server import generation
 from octavo.server.connection import Connection
 from octavo.server.streaming import Writer
 from patience import Leave, until
@@ -63,6 +66,30 @@ async def test_the_same_as_through_the_layers(
         before = written
         assert await texts(url, asked, path) == direct
         assert written == before
+
+
+async def test_a_whole_answer_is_the_stream_and_no_token_is_copied_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = {"prompt": ["one", "two"], "n": 2, "logprobs": 1, "max_tokens": 60}
+    asked |= {"seed": 3, "ignore_eos": True}
+    copied = 0
+
+    def counted(deltas: list[Delta]) -> list[Delta]:
+        nonlocal copied
+        copied += sum(len(delta.token_ids) for delta in deltas)
+        return joined(deltas)
+
+    monkeypatch.setattr(generation, "joined", counted)
+    monkeypatch.setattr(generation, "_MOST_PARTS", 7)
+    engine, executor = real_engine()
+    async with started(engine), listening(engine) as url, Leave(executor).one_by_one():
+        streamed = await texts(url, asked, "/v1/completions")
+        async with httpx.AsyncClient(base_url=url) as client:
+            answer = (await client.post("/v1/completions", json=asked)).json()
+    assert {each["index"]: each["text"] for each in answer["choices"]} == streamed
+    assert 4 * 40 < copied <= 4 * 60
+    assert [len(each["logprobs"]["tokens"]) for each in answer["choices"]] == [60] * 4
 
 
 async def test_a_slow_reader_gets_all_of_it(connections: list[Connection]) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LARGE = 2000  # size of an answer beyond which writing it at once would hold up others' tokens
-_MOST_PARTS = 64  # of a choice: many small objects cost the garbage collector time
+_MOST_PARTS = 64  # that are joined: many small objects cost the garbage collector time
 DONE = b"data: [DONE]\n\n"
 # A body that asks for a latency of its own has one of these; letters may be written as escapes.
 _LATENCY = b'"slo"', rb"\u006", rb"\u007"
@@ -171,13 +171,16 @@ class GenerateCall:
 
     async def _whole(self, reply: Reply, merged: MergedStream, watch: DisconnectWatch) -> None:
         deltas: list[list[Delta]] = [[] for _ in range(len(reply.prompts) * reply.n)]
+        num_apart = [0] * len(deltas)  # how many of a choice's last parts have not been joined
         failure: ApiError | None = None
         to_write = 0
         async for index, delta in merged:
             parts = deltas[index]
             parts.append(delta)
-            if len(parts) > _MOST_PARTS:
-                parts[:] = joined(parts)
+            num_apart[index] += 1
+            if num_apart[index] == _MOST_PARTS:  # not those before: it would copy them each time
+                parts[-_MOST_PARTS:] = joined(parts[-_MOST_PARTS:])
+                num_apart[index] = 0
             to_write += size(delta)
             if failure is None and not watch.gone:
                 failure = self._failure(delta, reply.records[index // reply.n])

@@ -33,6 +33,8 @@ def setting(default: Any, help: str = "", **more: Any) -> Any:
     is always allowed where the field's type allows it.
     """
     own = {name: more.pop(name) for name in SettingInfo._fields if name in more}
+    if more and not help:
+        raise TypeError(f"a setting without an option has no {', '.join(more)}")
     return field(default=default, metadata={"info": SettingInfo(help, **own, keywords=more)})
 
 
@@ -51,13 +53,19 @@ def check(config: Any) -> None:
             if len(info.choices) == 2:
                 raise ValueError(f"{name} is {value!r}, neither {' nor '.join(info.choices)}")
             raise ValueError(f"{name} is {value!r}, none of {', '.join(info.choices)}")
-        low = info.least if info.above is None else info.above
-        if low is None:
-            continue
         # Not a number fails every comparison.
-        inside = value >= low if info.above is None else value > low
-        inside = inside and (info.most is None or value <= info.most)
-        if not inside or (info.below is not None and not value < info.below):
-            beyond = "not above" if info.above is not None else "below"
-            where = f"{beyond} {low}" if info.most is None else f"outside {low} to {info.most}"
+        inside = (
+            (info.least is None or value >= info.least)
+            and (info.above is None or value > info.above)
+            and (info.most is None or value <= info.most)
+            and (info.below is None or value < info.below)
+        )
+        if not inside:
+            low = info.least if info.above is None else info.above
+            if low is not None and info.most is not None:
+                where = f"outside {low} to {info.most}"
+            elif low is not None:
+                where = f"below {low}" if info.above is None else f"not above {low}"
+            else:
+                where = f"not below {info.below}" if info.most is None else f"above {info.most}"
             raise ValueError(f"{name} is {value}{info.unit}, {where}")

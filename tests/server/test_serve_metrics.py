@@ -37,6 +37,20 @@ def record(**changes: Any) -> RequestRecord:
     return RequestRecord("id", **(facts | changes))
 
 
+def test_a_scrape_reads_its_source_once() -> None:
+    registry, reads = CollectorRegistry(), []
+
+    def source() -> int:
+        reads.append(None)
+        return len(reads)
+
+    families = Families(registry, "m")
+    families.read(source, {"a": ("A gauge.", float)}, {"b": ("A counter.", float)})
+    reads.clear()
+    list(registry.collect())
+    assert len(reads) == 1
+
+
 class Slo:
     def __init__(self) -> None:
         self.now = 102.0

@@ -25,7 +25,7 @@ class Families(Collector):
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self.labels = (model_name, "0")
         self._registry = registry
-        self._readings: list[tuple[Callable[[], Any], Any, Readings[Any]]] = []
+        self._sources: list[tuple[Callable[[], Any], dict[Any, Readings[Any]]]] = []
         registry.register(self)
 
     def _make(self, kind: Any, name: str, what: str, *labels: str, **more: Any) -> Any:
@@ -47,23 +47,22 @@ class Families(Collector):
         return Open(self._make(kind, name, what, *labels, **more), self.labels, most)
 
     def read(self, source: Callable[[], S], gauges: Readings[S], counters: Readings[S]) -> None:
-        """Read metrics from what ``source`` returns on each scrape."""
-        self._readings += [
-            (source, GaugeMetricFamily, gauges),
-            (source, CounterMetricFamily, counters),
-        ]
+        """Read metrics from what ``source`` returns, called once on each scrape."""
+        kinds = {GaugeMetricFamily: gauges, CounterMetricFamily: counters}
+        self._sources.append((source, kinds))
 
     def collect(self) -> Iterator[Metric]:
-        for source, kind, readings in self._readings:
+        for source, kinds in self._sources:
             seen = source()
-            for name, (what, of, *label) in readings.items():
-                family = kind(f"octavo:{name}", what, labels=(*LABELS, *label))
-                found = of(seen)
-                values = found.items() if isinstance(found, Mapping) else [(None, found)]
-                for value, amount in values:
-                    own = () if value is None else (value,)
-                    family.add_metric((*self.labels, *own), amount)
-                yield family
+            for kind, readings in kinds.items():
+                for name, (what, of, *label) in readings.items():
+                    family = kind(f"octavo:{name}", what, labels=(*LABELS, *label))
+                    found = of(seen)
+                    values = found.items() if isinstance(found, Mapping) else [(None, found)]
+                    for value, amount in values:
+                        own = () if value is None else (value,)
+                        family.add_metric((*self.labels, *own), amount)
+                    yield family
 
 
 class Open:

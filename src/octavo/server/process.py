@@ -19,14 +19,13 @@ from prometheus_client import disable_created_metrics
 
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import load_engine
-from octavo.engine.stream import EngineDead
 from octavo.extras import install_command
 from octavo.loader.base import ChatTemplate
 from octavo.loader.chat_template import problem
 from octavo.server.clients import Clients, raise_file_limit
 from octavo.server.config import ServeConfig
 from octavo.server.logs import set_up_logging
-from octavo.server.server import Server, bind, bounded, build_server
+from octavo.server.server import EngineHangs, Server, bind, bounded, build_server
 
 if TYPE_CHECKING:
     from octavo.server.tracing import Tracer
@@ -112,7 +111,7 @@ async def _serve(server: Server, listener: socket.socket) -> int:
 
     try:
         await server.serve(listener, ready)
-    except EngineDead:
+    except EngineHangs:
         log.error("the engine hangs: ending without it")
         _exit_now(1, config)
     return 0

@@ -65,6 +65,10 @@ _SEND_BUFFER = 256 << 10  # bytes that the system keeps for a client; Linux take
 _IDLE_BEFORE_PROBE_S = 30  # silence before TCP asks whether the peer still exists
 
 
+class EngineHangs(EngineDead):
+    """The engine's thread has not ended in time, and would keep the process from ending."""
+
+
 class Server:
     """An engine and the application that serves it."""
 
@@ -78,8 +82,7 @@ class Server:
     ) -> None:
         """Run the engine and answer on ``listener`` until `drain` has ended.
 
-        ``ready`` is called when clients may connect. Raises `EngineDead` if the engine hangs at the
-        end.
+        ``ready`` is called when clients may connect. Raises `EngineHangs` if it does at the end.
         """
         await self.engine.start()
         try:
@@ -91,7 +94,7 @@ class Server:
                 async with asyncio.timeout(_STOP_TIMEOUT_S):
                     await self.engine.stop()
             except TimeoutError:
-                raise EngineDead("the engine has not stopped in time") from None
+                raise EngineHangs("the engine has not stopped in time") from None
 
     async def drain(self) -> None:
         """Refuse new requests, give the others ``shutdown_timeout`` to finish, and end `serve`."""

@@ -65,7 +65,7 @@ def draw(
         end = first + size
         later: list[int] = []
         while going:
-            heads: dict[int, tuple[int, list[int]]] = {}  # number of draws, and guesses at them
+            spans: dict[int, tuple[int, list[int]]] = {}  # number of draws, and guesses at them
             rows: list[int] = []
             owners: list[SamplerState] = []
             guessed: list[int] = []
@@ -79,20 +79,20 @@ def draw(
                     later.append(index)
                     continue
                 count = min(1 + len(guesses), end - row)
-                heads[index] = count, guesses
+                spans[index] = count, guesses
                 rows += range(row - first, row - first + count)
                 owners += [states[index]] * count
                 if rejection:
                     guessed += [*guesses, -1][:count]
                     drawn_from += [*(given or [None] * len(guesses)), None][:count]
-            if not heads:
+            if not spans:
                 break
             if rejection:
                 sampled = sampler.verify(held, rows, owners, guessed, drawn_from)
             else:
                 sampled = sampler.sample(held, rows, owners)
             begin, going = 0, []
-            for index, (count, guesses) in heads.items():
+            for index, (count, guesses) in spans.items():
                 tokens = sampled.token_ids[begin : begin + count]
                 kept = replay(guesses, tokens)
                 if kept < count:

@@ -41,7 +41,7 @@ class Sequence:
     prefetch: Prefetch | None = None  # what is being loaded for it, until it is admitted
     sought: bool = False  # the disk has been searched for it
     hit: Hit | None = None  # the prefix it was admitted with, until its first chunk is computed
-    output: Any = None  # the engine's: sampler state, detokenizer, stop rules
+    output: Any = None  # the engine's `SequenceOutput`
 
     @property
     def num_to_come(self) -> int:

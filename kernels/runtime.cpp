@@ -676,8 +676,6 @@ void Runtime::slice_logits(int64_t first) {
 // Drafts
 
 void Runtime::validate(const std::vector<int64_t> &programs, const DraftBatch &batch) const {
-    if (draft_depth(batch.most, batch.sequences) > batch.depth)
-        refuse("longer drafts than there is room for");
     if (programs.empty())
         refuse("no program to draft with");
     for (const int64_t index : programs) {
@@ -693,27 +691,21 @@ void Runtime::validate(const std::vector<int64_t> &programs, const DraftBatch &b
         check_range("token", batch.tokens[i], 0, config_.vocab_size - 1);
 }
 
-int64_t Runtime::draft_depth(const int32_t *most, int64_t sequences) const {
-    check_range("sequences to draft for", sequences, 0,
+int64_t Runtime::draft_depth(const std::vector<int32_t> &most) const {
+    check_range("sequences to draft for", int64_t(most.size()), 0,
                 std::min(config_.max_tokens, config_.max_logits_rows));
     const int64_t longest = config_.max_blocks_per_seq * config_.block_size;
     int64_t depth = 0;
-    for (int64_t i = 0; i < sequences; ++i) {
-        check_range("tokens to draft", most[i], 0, longest);
-        depth = std::max(depth, int64_t(most[i]));
+    for (const int32_t count : most) {
+        check_range("tokens to draft", count, 0, longest);
+        depth = std::max(depth, int64_t(count));
     }
     return depth;
 }
 
-void Runtime::draft(const std::vector<int64_t> &programs, const DraftBatch &batch) {
-    cancel_draft();
-    validate(programs, batch);
-    draft_rows(programs, batch);
-}
-
 void Runtime::start_draft(DraftAhead ahead) {
     cancel_draft();
-    ahead.depth = draft_depth(ahead.most.data(), int64_t(ahead.most.size()));
+    ahead.depth = draft_depth(ahead.most);
     ahead.drafted.assign(ahead.tokens.size() * size_t(ahead.depth), -1);
     ahead.chances.resize(ahead.drafted.size());
     validate(ahead.programs, ahead.batch());

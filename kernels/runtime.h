@@ -304,13 +304,8 @@ class Runtime {
     // Guesses tokens one behind another, each the likeliest by the logits of programs[i] (of the
     // last one from there on), which takes rows and has no attention, from a row and the token
     // before. A program that puts its rows by has the next one go on from them. Throws
-    // std::invalid_argument for what does not fit together; nothing has run then.
-    void draft(const std::vector<int64_t> &programs, const DraftBatch &batch);
-    // How deep the longest of such drafts is. Throws std::invalid_argument for one longer than a
-    // sequence can be, or too many of them: room is made only then.
-    int64_t draft_depth(const int32_t *most, int64_t sequences) const;
-    // The same while the caller goes on. Whatever else is computed, measured or added here cancels
-    // it first.
+    // std::invalid_argument for what does not fit together; nothing has run then. Drafting runs
+    // while the caller goes on. Whatever else is computed, measured or added here cancels it first.
     void start_draft(DraftAhead ahead);
     // What was started, done; null if nothing was, or it was cancelled. Throws what went wrong.
     const DraftAhead *finish_draft();
@@ -372,6 +367,9 @@ class Runtime {
     size_t checked_program(int64_t index) const;
     void validate(const StepBatch &batch, const Program &program) const;
     void validate_sequences(const StepBatch &batch) const;
+    // How deep the longest draft is. Throws std::invalid_argument for one longer than a sequence
+    // can be, or too many of them: room is made only then.
+    int64_t draft_depth(const std::vector<int32_t> &most) const;
     void validate(const std::vector<int64_t> &programs, const DraftBatch &batch) const;
     void draft_rows(const std::vector<int64_t> &programs, const DraftBatch &batch);
     void run_step(const StepBatch &batch, int64_t program);

@@ -14,7 +14,7 @@ import pytest
 
 import octavo
 from octavo.extras import install_command
-from octavo.renamed import RENAMED
+from octavo.renamed import RENAMED, RENAMED_CLASSES
 from paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -127,7 +127,22 @@ MODULES = {
     "plan.memory": "tools.plan.memory_plan",
     "plan.lengths": "tools.plan.lengths",
     "tools.plan.batching": "tools.plan.continuous_batching",
+    "bench.fidelity": "tools.bench.fidelity_report",
+    "bench.load.report": "tools.bench.load.load_report",
+    "bench.load.run": "tools.bench.load.load_generator",
+    "bench.load.stream": "tools.bench.load.streamed_answer",
+    "checkpoint.layout": "loader.quantized_layout",
+    "checkpoint.quantization": "loader.quantization_config",
+    "checkpoint.section": "models.section",
+    "execute.build": "executor.registry",
+    "quant.awq": "tools.quantize.awq_scaling",
+    "quant.gptq": "tools.quantize.gptq_rounding",
+    "quant.hf_tokenizer": "tools.quantize.hf_tokenizer_writer",
+    "serve": "server",
     "speculate.drafter": "spec_decode.drafter",
+    "speculate.scripted": "spec_decode.scripted_drafter",
+    "tools.quantize.run": "tools.quantize.quantize_checkpoint",
+    "train.medusa": "tools.train.medusa_training",
     "sample.params": "sampling.params",
 }
 
@@ -150,8 +165,20 @@ def test_an_old_name_gives_the_new_module_and_a_warning(name: str, new: str) -> 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_class_renamed_with_its_module_has_its_old_name_there() -> None:
-    old = import_module("octavo.plan.batching")
-    assert old.Limits is old.EngineLimits
+    for (new, old_class), new_class in RENAMED_CLASSES.items():
+        ((old, _),) = (names for names in RENAMED.items() if names[1] == new)
+        module = import_module(f"octavo.{old}")
+        assert getattr(module, old_class) is getattr(module, new_class)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_server_starts_from_its_package() -> None:
+    from octavo.server.config import ServeConfig
+    from octavo.server.process import run
+
+    for name in ("serve", "server"):
+        package = import_module(f"octavo.{name}")
+        assert (package.run, package.ServeConfig) == (run, ServeConfig)
 
 
 def test_every_old_package_leads_somewhere() -> None:

@@ -82,34 +82,7 @@ nb::object step(Runtime &runtime, const Ints<1> &token_ids, const Ints<1> &posit
     return logits(runtime);
 }
 
-// Tokens [sequences, depth] and their probabilities.
-nb::tuple draft(Runtime &runtime, const std::vector<int64_t> &programs, const FloatRows &rows,
-                const Ints<1> &tokens, const Ints<1> &most, float least) {
-    const size_t sequences = rows.shape(0);
-    check_size("token_ids", tokens.size(), sequences);
-    check_size("most", most.size(), sequences);
-    for (const int64_t program : programs)
-        check_size("rows[0]", rows.shape(1), size_t(runtime.program(program).input_width));
-    const int64_t depth = runtime.draft_depth(most.data(), int64_t(sequences));
-    const size_t shape[2] = {sequences, size_t(depth)};
-    auto *drafted = new int32_t[shape[0] * shape[1]];
-    const nb::capsule drafted_owner(drafted,
-                                    [](void *p) noexcept { delete[] static_cast<int32_t *>(p); });
-    auto *chances = new float[shape[0] * shape[1]];
-    const nb::capsule chances_owner(chances,
-                                    [](void *p) noexcept { delete[] static_cast<float *>(p); });
-    const DraftBatch batch{rows.data(), tokens.data(), most.data(), int64_t(sequences),
-                           depth,       least,         drafted,     chances};
-    {
-        nb::gil_scoped_release release;
-        runtime.draft(programs, batch);
-    }
-    return nb::make_tuple(
-        nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>(drafted, 2, shape, drafted_owner),
-        nb::ndarray<nb::numpy, float, nb::ndim<2>>(chances, 2, shape, chances_owner));
-}
-
-// The same in the background, from the rows of those numbers.
+// Drafts in the background from the rows of those numbers.
 void start_draft(Runtime &runtime, std::vector<int64_t> programs, const FloatRows &rows,
                  const std::vector<int32_t> &numbers, std::vector<int32_t> tokens,
                  std::vector<int32_t> most, float least) {
@@ -323,8 +296,6 @@ void bind_runtime(nb::module_ &m) {
              "seq_offsets"_a.noconvert(), "seq_slots"_a.noconvert(), "block_tables"_a.noconvert(),
              "logits_rows"_a.noconvert(), "copies"_a.noconvert(), "program"_a,
              "rows"_a.noconvert().none())
-        .def("draft", &draft, "programs"_a, "rows"_a.noconvert(), "token_ids"_a.noconvert(),
-             "most"_a.noconvert(), "least"_a)
         .def("start_draft", &start_draft, "programs"_a, "rows"_a.noconvert(), "numbers"_a,
              "token_ids"_a, "most"_a, "least"_a)
         .def("finish_draft", &finish_draft)

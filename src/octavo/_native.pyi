@@ -297,14 +297,6 @@ class Runtime:
         program: int,
         rows: npt.NDArray[np.float32] | None,
     ) -> npt.NDArray[np.float32]: ...
-    def draft(
-        self,
-        programs: Sequence[int],
-        rows: npt.NDArray[np.float32],
-        token_ids: npt.NDArray[np.int32],
-        most: npt.NDArray[np.int32],
-        least: float,
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]: ...
     def start_draft(
         self,
         programs: Sequence[int],

@@ -30,12 +30,33 @@ RENAMED = {
     "train": "tools.train",
     "verify": "tools.verify",
     "workload": "tools.workload",
+    "executor.build": "executor.registry",
+    "loader.layout": "loader.quantized_layout",
+    "loader.quantization": "loader.quantization_config",
+    "loader.section": "models.section",
+    "spec_decode.scripted": "spec_decode.scripted_drafter",
+    "tools.bench.fidelity": "tools.bench.fidelity_report",
+    "tools.bench.load.report": "tools.bench.load.load_report",
+    "tools.bench.load.run": "tools.bench.load.load_generator",
+    "tools.bench.load.stream": "tools.bench.load.streamed_answer",
     "tools.plan.batching": "tools.plan.continuous_batching",
     "tools.plan.memory": "tools.plan.memory_plan",
     "tools.plan.replay": "tools.plan.load_replay",
+    "tools.quantize.awq": "tools.quantize.awq_scaling",
+    "tools.quantize.gptq": "tools.quantize.gptq_rounding",
+    "tools.quantize.hf_tokenizer": "tools.quantize.hf_tokenizer_writer",
+    "tools.quantize.run": "tools.quantize.quantize_checkpoint",
+    "tools.train.medusa": "tools.train.medusa_training",
 }
 # Old names of classes in modules that were renamed, too: (new module, old name) → new name.
-RENAMED_CLASSES = {("tools.plan.continuous_batching", "Limits"): "EngineLimits"}
+RENAMED_CLASSES = {
+    ("loader.quantized_layout", "Setting"): "QuantizationArgs",
+    ("tools.bench.load.load_generator", "Load"): "LoadGenerator",
+    ("tools.bench.load.streamed_answer", "Answer"): "StreamedAnswer",
+    ("tools.plan.continuous_batching", "Limits"): "EngineLimits",
+    ("tools.quantize.quantize_checkpoint", "Outcome"): "QuantizationResult",
+    ("tools.train.medusa_training", "Recipe"): "HeadRecipe",
+}
 
 
 def _new_name(name: str) -> str:
@@ -68,8 +89,7 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         octavo, _, name = fullname.partition(".")
-        new = _new_name(name)
-        if octavo != "octavo" or new == name:
+        if octavo != "octavo" or (new := _new_name(name)) == name:
             return None
         return ModuleSpec(fullname, _Alias(name, new))
 

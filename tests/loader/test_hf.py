@@ -584,8 +584,16 @@ def test_a_mistral_with_types_of_layers_is_a_ministral(tmp_path: Path) -> None:
         config = load(folder("mistral", tmp_path / name, nothing)).config
         assert [layer.window for layer in config.layers] == [24, 24]
     everywhere = {"layer_types": types, "sliding_window": None}
-    message = refused(folder("mistral", tmp_path / "b", everywhere))
-    assert "layer_types has sliding_attention, but sliding_window is null" in message
+    # A key that the class does not have says nothing.
+    for name, change in (("b", {}), ("c", {"use_sliding_window": False})):
+        message = refused(folder("mistral", tmp_path / name, everywhere | change))
+        assert "layer_types has sliding_attention, but sliding_window is null" in message
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_a_gemma_without_a_size_of_windows_has_none(family: str, tmp_path: Path) -> None:
+    config = load(folder(family, tmp_path / "m", {"sliding_window": None})).config
+    assert not any(layer.window for layer in config.layers)
 
 
 def test_an_error_names_the_sizes_that_were_left_out(tmp_path: Path) -> None:

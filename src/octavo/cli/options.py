@@ -303,7 +303,7 @@ ENGINE_OPTIONS = setting_options(
     ),
     unset=True,
 )
-# Of commands that run many requests at once.
+# Commands that run many requests at once have these.
 POLICY_OPTIONS = setting_options(
     EngineConfig,
     "Who goes first",

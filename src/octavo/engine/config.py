@@ -36,11 +36,11 @@ class EngineConfig(SchedulerSettings):
         None, "Memory for the KV cache: 512MiB, 4GiB.", least=1,
         flags=("--kv-cache-memory-bytes", "--kv-cache-memory"), parse="amount", metavar="SIZE",
         show_default="a share of what is free")
-    # Of GPUs, for plans, of all their memory.
+    # A plan for GPUs takes it as a share of all their memory.
     memory_utilization: float = setting(0.5,
         "Share for the KV cache of the memory that the weights leave free, 0 to 1.", above=0,
         most=1, flags=("--memory-utilization", "--gpu-memory-utilization"))
-    # Of GPUs, for plans, also "fp8".
+    # A plan for GPUs also takes "fp8".
     kv_cache_dtype: str = setting("auto",
         "Numbers in the KV cache: auto (bf16), bf16, fp16, int8 (1.9 × as many), int4 (3.5 ×).")
     max_logprobs: int = setting(20, "Most alternatives a request may ask for.", least=0)
@@ -52,7 +52,7 @@ class EngineConfig(SchedulerSettings):
         parse="instruction_set", metavar="NAME", envvar="OCTAVO_ISA", show_default="the best here")
     executor: str = setting("native", "For developers: native, reference or simulated.",
         hidden=True)
-    # For plans of GPUs also "fp8".
+    # A plan for GPUs also takes "fp8".
     quantization: str | None = setting(None,
         "Round a float checkpoint to 8 or 4 bits while loading: int8 or int4.",
         flags=("--quantization", "-q"), show_default="as stored")

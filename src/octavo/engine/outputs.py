@@ -78,7 +78,9 @@ class SequenceOutput:
         sampler: SamplerState,
         begun: bytes = b"",
     ) -> None:
-        """``begun``: of a character at the prompt's end, which the output completes."""
+        """``begun``: the first bytes of a character, with which the prompt ends and which the
+        output completes.
+        """
         self.sampler = sampler
         self.num_tokens = 0  # delivered
         self.in_doubt = False  # tokens were pushed that may not have been delivered

@@ -133,7 +133,7 @@ class Capabilities:
     computes: bool = True  # else steps give no logits, and blocks hold nothing
     hidden_rows: bool = False  # steps can give `StepResult.hidden`
     added_programs: bool = False  # `add_program`, and `companion` for a draft model
-    drafts_rows: bool = False  # `draft_rows` and `start_draft`
+    drafts_rows: bool = False  # `start_draft`
 
 
 class Unsupported(ValueError):
@@ -219,7 +219,7 @@ class Executor(Protocol):
 
         Roles that are loaded already are not loaded again; ``weights`` has the others, which are
         copied. Its logits may be fewer than the vocabulary's; ``ids`` are the tokens that they
-        stand for, which `draft_rows` needs. Room for activations is shared, so a program takes
+        stand for, which `start_draft` needs. Room for activations is shared, so a program takes
         little memory beside its own weights. Raises `CheckpointError` for weights that do not fit
         the program, and `ValueError` for weights that are not needed, attention of another shape,
         or ``ids`` that are not a token for each of the logits.
@@ -262,25 +262,6 @@ class Executor(Protocol):
         batch = Batch(tokens, none, none, none, tables, wanted, copies)
         return self.execute(batch, program, np.ascontiguousarray(rows, np.float32))
 
-    def draft_rows(
-        self,
-        programs: Sequence[int],
-        rows: Float32,
-        token_ids: Int32,
-        most: Int32,
-        least: float,
-    ) -> tuple[Int32, Float32]:
-        """Return tokens guessed one behind another from ``rows`` [S, width] and ``token_ids`` [S],
-        up to ``most`` [S] of them, and their probabilities, each given those before: [S, longest],
-        the rest -1.
-
-        Each is the likeliest by an added program, which has an `Input`, no attention and ``ids``:
-        the first by the first of ``programs`` and so on, more by the last. One that keeps hidden
-        rows has the next go on from them. A draft whose probability as a whole is down to ``least``
-        ends. Raises `ValueError` naming what does not fit together, before anything is computed.
-        """
-        self._refuse("draft from hidden rows")
-
     def start_draft(
         self,
         programs: Sequence[int],
@@ -290,9 +271,16 @@ class Executor(Protocol):
         most: list[int],
         least: float,
     ) -> None:
-        """Begin what `draft_rows` does, from the ``rows`` of those numbers, on threads that have
-        nothing to do while the caller goes on; `finish_draft` returns the result. Nothing given is
-        kept. Whatever else is computed, measured or added cancels it first.
+        """Begin to guess tokens one behind another from the ``rows`` of those ``numbers`` and
+        ``token_ids``, up to ``most`` of them each, on threads that have nothing to do while the
+        caller goes on; `finish_draft` returns the result. Nothing given is kept. Whatever else is
+        computed, measured or added cancels it first.
+
+        Each token is the likeliest by an added program, which has an `Input`, no attention and
+        ``ids``: the first by the first of ``programs`` and so on, more by the last. One that keeps
+        hidden rows has the next go on from them. A draft whose probability as a whole is down to
+        ``least`` ends. Raises `ValueError` naming what does not fit together, before anything is
+        computed.
         """
         self._refuse("draft from hidden rows")
 

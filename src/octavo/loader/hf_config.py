@@ -173,9 +173,9 @@ class _Reader:
         types = [window is not None] * self.num_layers
         if self.has("layer_types"):
             types = self.layer_types()
-            if any(types) and window is None:
+            if any(types) and window is None and not self.kind.null_window:
                 key = "use_sliding_window"
-                why = f"{key} is false" if key in self.values else "sliding_window is null"
+                why = f"{key} is false" if self.has(key) else "sliding_window is null"
                 self.fail(f"layer_types has {SLIDING}, but {why}")
         return tuple(
             Layer(local if sliding else rope, window if sliding else None, experts)

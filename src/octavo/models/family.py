@@ -65,7 +65,9 @@ FUSED = (
 
 
 class Form(NamedTuple):
-    """How a file has a number x of the config: what is x when the file has a number, and back."""
+    """How files state a number of the config: ``read`` gives the config's number from the file's,
+    ``write`` the file's from the config's.
+    """
 
     read: Callable[[float], float]
     write: Callable[[float], float]
@@ -175,7 +177,7 @@ class Family:
 
     @cached_property
     def gguf_fusions(self) -> dict[str, tuple[str, ...]]:
-        """The same by GGUF's names."""
+        """The parts of the matrices that a GGUF file may have fused, by its names for these."""
         return {each.gguf: each.parts for each in (*FUSED, *self.fused)}
 
     @cached_property

@@ -78,6 +78,7 @@ FAMILY = Family(
                 "attn_logit_softcapping": 50.0,
             },
             computed={"layer_types": _TYPES},
+            null_window=True,
         ),
     ),
     norm_offset=1.0,

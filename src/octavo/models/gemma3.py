@@ -62,6 +62,7 @@ FAMILY = Family(
                 "attn_logit_softcapping": None,
             },
             computed={"layer_types": Rule("sliding but every sliding_window_pattern-th", _types)},
+            null_window=True,
             rope_theta={FULL: 1e6, SLIDING: 1e4},
         ),
     ),

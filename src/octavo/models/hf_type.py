@@ -71,14 +71,17 @@ class HfType:
     model_type: str
     classes: str  # what the names of its classes begin with: "Llama"
     causal_lm: str = ""  # the model's class, if it is not called as the others
-    # Of every key that is a field of the class and means something here.
+    # Every key that is a field of the class and means something here, and its default.
     defaults: Mapping[str, Any]
     computed: Mapping[str, Rule] = field(default_factory=dict)  # by key
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys
-    # Those that it takes, and what it takes them for.
+    # The rope types that the class knows, and the one that it computes for each.
     rope_types: Mapping[str, str] = field(default_factory=lambda: ROPE_TYPES)
-    # The default by layer type, or of all as "".
+    # The default of rope_theta by layer type, or that of all layers as "".
     rope_theta: Mapping[str, float] = field(default_factory=lambda: {"": 10000.0})
+    # Layers that ``layer_types`` calls sliding have no window where ``sliding_window`` is null; for
+    # other classes the two contradict each other.
+    null_window: bool = False
     # The default of partial_rotary_factor; 0: unscaled rotary positions do not heed it.
     partial_rotary: float = 0.0
     # The tokenizer's class (models/auto/tokenization_auto.py). "": tokenizer.json as it is; None:

@@ -35,13 +35,15 @@ class SchedulerSettings(PolicyConfig):
 
     @property
     def itl_target_s(self) -> float | None:
-        """The same in seconds."""
+        """``itl_target`` in seconds."""
         return None if self.itl_target is None else self.itl_target / 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(SchedulerSettings):
-    """With what a loaded model makes of them. Raises `ValueError` with the arithmetic."""
+    """The settings with the limits that a loaded model sets. Raises `ValueError` with the
+    arithmetic.
+    """
 
     max_model_len: int  # most tokens of a sequence, prompt and output together
     max_logits_rows: int | None = None  # most rows of logits in a step; None: max_num_seqs

@@ -38,7 +38,7 @@ class ServeConfig:
     share_prefix_cache: bool = setting(False,
         "Let all keys of --api-key-file share cached prefixes; else each has its own.",
         flags=("--share-prefix-cache",))
-    # Of requests whose own and whose key's say nothing.
+    # It holds for requests that bring no target and whose key has none.
     slo: LatencyTarget | None = setting(None,
         "Latency in ms that requests are promised which name none: ttft=500,tpot=50,e2el=9000.",
         metavar="KEY=MS,…")

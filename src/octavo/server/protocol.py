@@ -110,7 +110,7 @@ class RequestSlo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return LatencyTarget(*(None if limit is None else limit / 1000 for limit in limits))
 
 
-RequestSlo.__name__ = "Slo"  # in /openapi.json, from which clients make classes of that name
+RequestSlo.__name__ = "Slo"  # in /openapi.json, and so in the clients that are generated from it
 
 
 if TYPE_CHECKING:

@@ -77,8 +77,8 @@ class DraftPlanner:
         """
         length = tuning.TRIAL_TOKENS if self._warm else 1
         possible = [at for at, count in enumerate(most) if count]
-        tried = [at for at in possible if not self._unread[at]]
-        tried = tried or [min(possible, key=self._unread.__getitem__)]
+        tried = {at for at in possible if not self._unread[at]}
+        tried = tried or {min(possible, key=self._unread.__getitem__)}
         return within(
             [min(length, count) if at in tried else 0 for at, count in enumerate(most)], room
         )

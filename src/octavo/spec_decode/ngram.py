@@ -28,7 +28,7 @@ class NgramDrafter:
     def __init__(self, lowest: int = 2, highest: int = 4) -> None:
         self._orders = range(highest, lowest - 1, -1)
         self._texts: dict[int, list[int]] = {}
-        # Of each text and order, by n-gram: the latest place behind it that has a token.
+        # The latest place behind an n-gram that has a token, for each text and order.
         self._places: dict[int, list[dict[tuple[int, ...], int]]] = {}
 
     def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:

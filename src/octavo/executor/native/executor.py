@@ -247,16 +247,6 @@ class NativeExecutor(Executor):
         hidden = runtime.hidden() if self._programs[program][1] else None
         return StepResult(logits, time.perf_counter() - start, runtime.logits, hidden)
 
-    def draft_rows(
-        self,
-        programs: Sequence[int],
-        rows: Float32,
-        token_ids: Int32,
-        most: Int32,
-        least: float,
-    ) -> tuple[Int32, Float32]:
-        return self._open.draft(programs, rows, token_ids, most, least)
-
     def start_draft(
         self,
         programs: Sequence[int],

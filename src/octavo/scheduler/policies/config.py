@@ -28,11 +28,11 @@ def setting_users() -> dict[Setting, list[str]]:
     return users
 
 
-def _said(policy: type[Policy]) -> str:
+def _name_and_help(policy: type[Policy]) -> str:
     return f"{policy.name}, {policy.help}" if policy.help else policy.name
 
 
-def _of_policies(name: str) -> Any:
+def _policy_setting(name: str) -> Any:
     """Return the field of a policy's own setting."""
     ((given, users),) = (each for each in setting_users().items() if each[0].name == name)
     help = f"Under {' and '.join(users)}: {given.help}."
@@ -46,11 +46,11 @@ class PolicyConfig:
 
     # fmt: off
     scheduling_policy: str = setting(FirstCome.name,
-        f"Who goes first: {'; '.join(map(_said, POLICIES.values()))}.", metavar="NAME")
+        f"Who goes first: {'; '.join(map(_name_and_help, POLICIES.values()))}.", metavar="NAME")
     # Settings of policies; None: the policy's default
-    priority_ageing: float | None = _of_policies("priority_ageing")
-    fair_output_cost: float | None = _of_policies("fair_output_cost")
-    best_effort_deadline: float | None = _of_policies("best_effort_deadline")
+    priority_ageing: float | None = _policy_setting("priority_ageing")
+    fair_output_cost: float | None = _policy_setting("fair_output_cost")
+    best_effort_deadline: float | None = _policy_setting("best_effort_deadline")
     max_queue_time: float | None = setting(None, "Seconds a request may wait; then it is refused.",
         above=0, below=inf, metavar="SECONDS", show_default="no limit")
     shed_late: bool = setting(False,

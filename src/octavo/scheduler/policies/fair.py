@@ -29,7 +29,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from functools import lru_cache
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 from typing import TYPE_CHECKING, Any
 
 from octavo.scheduler.policies.base import Policy, Setting, SortedQueue
@@ -110,15 +110,26 @@ class Fair(Policy):
 
     def in_turn(self) -> Iterator[Sequence]:
         """Iterate as if nothing of their prompts were cached."""
-        heap = [
-            (client.counter, joined, iter(client.queue))
-            for _, joined, client in self._heap
-            if client.queue
-        ]
-        heapify(heap)
+        # Open the heap's entries from its top down, and place clients by their present counters:
+        # the result is that of a heap of all.
+        entries = self._heap
+        heap: list[tuple[int, int, int, Iterator[Sequence] | None]] = []
+
+        def reach(index: int) -> None:
+            if index < len(entries):
+                counter, joined, _ = entries[index]
+                heappush(heap, (counter, joined, index, None))
+
+        reach(0)
         begun: set[str] = set()  # requests of which a sequence has been yielded
         while heap:
-            counter, joined, queue = heap[0]
+            counter, joined, index, queue = heap[0]
+            if queue is None:
+                client = entries[index][2]
+                heapreplace(heap, (client.counter, joined, index, iter(client.queue)))
+                reach(2 * index + 1)
+                reach(2 * index + 2)
+                continue
             seq = next(queue, None)
             if seq is None:
                 heappop(heap)
@@ -128,7 +139,7 @@ class Fair(Policy):
             if owner.scheduled is None and owner.request_id not in begun:
                 begun.add(owner.request_id)
                 counter += owner.prompt_tokens * _charge(1.0, owner.weight)
-                heapreplace(heap, (counter, joined, queue))
+                heapreplace(heap, (counter, joined, index, queue))
 
     def rank(self, seq: Sequence) -> Any:
         return self._of(seq).counter, seq.order

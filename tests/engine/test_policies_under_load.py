@@ -18,7 +18,13 @@ from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.request import LatencyTarget, Outcome, Request, RequestRecord
+from octavo.scheduler.request import (
+    LatencyTarget,
+    Outcome,
+    Request,
+    RequestRecord,
+    SchedulingParams,
+)
 from octavo.scheduler.scheduler import Scheduler
 
 PROMPT = 40
@@ -67,8 +73,7 @@ class Source:
                 request_id=f"{self.name}-{count}",
                 prompt_token_ids=prompt,
                 params=params,
-                client=self.name,
-                **self.terms,
+                scheduling=SchedulingParams(client=self.name, **self.terms),
             )
             yield now, request
             now += rng.expovariate(self.rate)
@@ -166,9 +171,9 @@ class Shares:
             self._counted[source.name] = len(source.records)
         left = 0.0
         for name, tokens in (
-            *((chunk.seq.owner.client, chunk.size) for chunk in step.scheduled.chunks),
+            *((chunk.seq.owner.scheduling.client, chunk.size) for chunk in step.scheduled.chunks),
             *(
-                (seq.owner.client, 2 * len(drawn))
+                (seq.owner.scheduling.client, 2 * len(drawn))
                 for seq, drawn in zip(step.scheduled.samples, step.drawn.runs, strict=True)
             ),
         ):

@@ -103,9 +103,7 @@ class FakeStream(AsyncIterator[Delta]):
             prompt_tokens=len(request.prompt_token_ids),
             n=request.params.n,
             max_tokens=request.params.max_tokens,
-            client=request.client,
-            priority=request.priority,
-            target=request.target,
+            scheduling=request.scheduling,
         )
         self.queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
         self._engine = engine

@@ -122,11 +122,10 @@ class Engine:
 
         This reads only what does not change, so any thread may call it.
         """
-        policy = self.scheduler.policy
-        if request.priority != 0 and "priority" not in policy.request_fields:
+        policy, priority = self.scheduler.policy, request.scheduling.priority
+        if priority != 0 and "priority" not in policy.request_fields:
             raise InvalidParameter(
-                "priority",
-                f"priority {request.priority} has no effect under the policy {policy.name}",
+                "priority", f"priority {priority} has no effect under the policy {policy.name}"
             )
         params = request.params.validated(self.vocab_size, self.max_logprobs)
         if params.seed is None:
@@ -189,11 +188,7 @@ class Engine:
             len(request.prompt_token_ids),
             request.params.n,
             request.params.max_tokens,
-            client=request.client,
-            priority=request.priority,
-            weight=request.weight,
-            target=request.target,
-            cache_salt=request.cache_salt,
+            scheduling=request.scheduling,
             params=request.params,
         )
 

@@ -39,7 +39,7 @@ _LOOKED_AT = 32  # waiting sequences, to find one that would be late
 def deadline(seq: Sequence) -> float:
     """Return the clock second at which its next token is due; infinity without a target."""
     record = seq.owner
-    target = record.target
+    target = record.scheduling.target
     if target is None:
         return inf
     end = inf if target.e2el is None else record.arrival + target.e2el
@@ -62,6 +62,7 @@ class Deadline(Policy):
             "SECONDS",
         ),
     )
+    preempts = True
     replaces = True
 
     def __init__(self, best_effort: float) -> None:
@@ -179,7 +180,7 @@ class Deadline(Policy):
             due = since + (len(queue) + 1) * self._best_effort
         return [
             *(seq for seq in list(self._in_time) if deadline(seq) <= due),
-            *(seq for place, seq in enumerate(queue, 1) if since + place * self._best_effort < due),
+            *(seq for turn, seq in enumerate(queue, 1) if since + turn * self._best_effort < due),
         ]
 
     def __iter__(self) -> Iterator[Sequence]:

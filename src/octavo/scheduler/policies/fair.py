@@ -67,6 +67,7 @@ class Fair(Policy):
     )
     request_fields = frozenset({"weight"})
     by_client = True
+    preempts = True
     replaces = True
 
     def __init__(self, output_cost: float) -> None:
@@ -74,7 +75,7 @@ class Fair(Policy):
         self._output_cost = output_cost
         self._clients: dict[str, _Client] = {}
         self._known = _KNOWN
-        # The clients in the queue. Counters only grow, so a client's place is not before its entry.
+        # The clients in the queue. Counters only grow, so a client's turn is not before its entry.
         self._heap: list[tuple[int, int, _Client]] = []
         self._joined = 0
         self._last = _Client(0)  # the client that left the queue last
@@ -127,7 +128,7 @@ class Fair(Policy):
             owner = seq.owner
             if owner.scheduled is None and owner.request_id not in begun:
                 begun.add(owner.request_id)
-                counter += owner.prompt_tokens * _charge(1.0, owner.weight)
+                counter += owner.prompt_tokens * _charge(1.0, owner.scheduling.weight)
                 heapreplace(heap, (counter, joined, queue))
 
     def rank(self, seq: Sequence) -> Any:
@@ -135,7 +136,7 @@ class Fair(Policy):
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
         ahead = self._of(running).counter - self._of(waiting).counter
-        again = len(running.token_ids) * _charge(1.0, running.owner.weight)
+        again = len(running.token_ids) * _charge(1.0, running.owner.scheduling.weight)
         return ahead > _PREEMPTION_COST * again
 
     def replaced(
@@ -150,37 +151,40 @@ class Fair(Policy):
         shares: defaultdict[str, float] = defaultdict(float)
         latest: dict[str, RequestRecord] = {}
         for record in waiting:
-            shares[record.client] += 1 / record.weight
-            latest.setdefault(record.client, record)
+            asked = record.scheduling
+            shares[asked.client] += 1 / asked.weight
+            latest.setdefault(asked.client, record)
         if not shares:
             return None
         for record in joining:
-            shares[record.client] += 1 / record.weight
+            shares[record.scheduling.client] += 1 / record.scheduling.weight
         most = max(shares, key=shares.__getitem__)
         if newcomer is not None:
-            own = shares.get(newcomer.client, 0.0) + 1 / newcomer.weight
-            if own >= shares[most] or newcomer.client == most:
+            asked = newcomer.scheduling
+            own = shares.get(asked.client, 0.0) + 1 / asked.weight
+            if own >= shares[most] or asked.client == most:
                 return None
         return latest.get(most)
 
     def ahead_of(self, record: RequestRecord) -> list[Sequence]:
         """Clients take turns: of each client as many come before as the newcomer's has waiting."""
-        queue = list(self)
-        counts = Counter(seq.owner.client for seq in queue)
-        turn = counts[record.client] + 1
+        queue = [(seq, seq.owner.scheduling.client) for seq in self]
+        counts = Counter(client for _, client in queue)
+        turn = counts[record.scheduling.client] + 1
         before = []
-        for seq in queue:
-            counts[seq.owner.client] -= 1
-            if counts[seq.owner.client] < turn:
+        for seq, client in queue:
+            counts[client] -= 1
+            if counts[client] < turn:
                 before.append(seq)
         return before
 
     def on_admit(self, record: RequestRecord, num_computed: int) -> None:
-        self._of(record.sequences[0]).counter += num_computed * _charge(1.0, record.weight)
+        charge = _charge(1.0, record.scheduling.weight)
+        self._of(record.sequences[0]).counter += num_computed * charge
 
     def on_tokens(self, seqs: Items[Sequence], counts: Iterable[int]) -> None:
         for seq, count in zip(seqs, counts, strict=False):
-            charge = _charge(self._output_cost, seq.owner.weight)
+            charge = _charge(self._output_cost, seq.owner.scheduling.weight)
             self._of(seq).counter += count * charge
 
     def served(self, name: str) -> float:
@@ -193,7 +197,7 @@ class Fair(Policy):
             yield from client.queue
 
     def _of(self, seq: Sequence) -> _Client:
-        name = seq.owner.client
+        name = seq.owner.scheduling.client
         client = self._clients.get(name)
         return self._open(name) if client is None else client
 

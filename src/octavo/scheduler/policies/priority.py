@@ -36,6 +36,7 @@ class Priority(Policy):
         Setting("priority_ageing", 30.0, "seconds in the queue that are worth a level", "SECONDS"),
     )
     request_fields = frozenset({"priority"})
+    preempts = True
     replaces = True
 
     def __init__(self, ageing: float) -> None:
@@ -53,7 +54,7 @@ class Priority(Policy):
 
     def _change(self, seq: Sequence, change: Callable[[AgeingQueue, Sequence], None]) -> None:
         """Change the queue of a sequence's priority, whose turn may be another then."""
-        priority = seq.owner.priority
+        priority = seq.owner.scheduling.priority
         known = self._queues.get(priority)
         queue = AgeingQueue(self) if known is None else known
         before = self._turn(priority, queue)
@@ -106,20 +107,20 @@ class Priority(Policy):
         return self._queues[self._priorities[0]].first if self._priorities else None
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
-        return waiting.owner.priority < self._level(running)
+        return waiting.owner.scheduling.priority < self._level(running)
 
     def _level(self, seq: Sequence) -> int:
         """Return the level that a running sequence was admitted with."""
-        return seq.owner.priority - int(seq.stood / self._ageing)
+        return seq.owner.scheduling.priority - int(seq.stood / self._ageing)
 
-    def place(self, record: RequestRecord) -> float:
-        """A request becomes a level more urgent for every ``ageing`` seconds since its arrival, as
-        in the queue: one that has waited long enough keeps its place.
+    def replacement_key(self, record: RequestRecord) -> float:
+        """Here the whole wait counts, ``ageing`` seconds of it as one level, and not only the time
+        at the head of a queue: a request that has waited long enough keeps its place.
         """
-        return record.priority * self._ageing + record.arrival
+        return record.scheduling.priority * self._ageing + record.arrival
 
     def ahead_of(self, record: RequestRecord) -> list[Sequence]:
-        return [seq for seq in self if seq.owner.priority <= record.priority]
+        return [seq for seq in self if seq.owner.scheduling.priority <= record.scheduling.priority]
 
     def __iter__(self) -> Iterator[Sequence]:
         for queue in self._queues.values():

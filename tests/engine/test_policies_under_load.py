@@ -220,7 +220,7 @@ def test_first_come_first_served_does_not_keep_it() -> None:
 
 
 TARGET = LatencyTarget(ttft=0.3, tpot=0.02)
-POLICIES: dict[str, dict[str, Any]] = {
+AGEING: dict[str, dict[str, Any]] = {
     "priority": {"scheduling_policy": "priority", "priority_ageing": 1.0},
     "deadline": {"scheduling_policy": "deadline", "best_effort_deadline": 5.0},
 }
@@ -235,10 +235,10 @@ def classes(rate: float, policy: str) -> tuple[Source, Source]:
     return urgent, Source("bulk", 2 * rate / (PROMPT + 2 * 30), 30, terms[1])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", AGEING)
 def test_who_was_promised_something_has_it_and_all_finish(policy: str) -> None:
     urgent, bulk = classes(total(), policy)
-    running = engine(**POLICIES[policy])
+    running = engine(**AGEING[policy])
     play(running, [urgent, bulk])
     assert urgent.attainment(TARGET) > 0.95
     ended = sum(record.outcome is Outcome.FINISHED for record in bulk.records)

@@ -217,8 +217,7 @@ def drawn_policy(rng: random.Random) -> dict[str, Any]:
     settings: dict[str, Any] = {"scheduling_policy": name, "shed_late": rng.random() < 0.3}
     if rng.random() < 0.2:
         settings["max_queue_time"] = rng.choice((0.002, 0.05))
-    own = (each.name for each in POLICIES[name].settings)
-    return settings | {each: rng.choice(SETTINGS[each]) for each in own}
+    return settings | {own: rng.choice(SETTINGS[own]) for own in POLICIES[name].settings()}
 
 
 def random_terms(rng: random.Random) -> dict[str, Any]:

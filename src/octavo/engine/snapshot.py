@@ -7,7 +7,7 @@ each request that is listed, and next to nothing for the others, however long th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,7 @@ if TYPE_CHECKING:  # readers of a snapshot need no engine
     from octavo.scheduler.request import RequestRecord
 
 # What a snapshot shows of a request as it was submitted
-_SHOWN = [
-    each.name
-    for each in fields(SchedulingParams)
-    if each.name in RequestSnapshot.__dataclass_fields__
-]
+_SHOWN = SchedulingParams.__dataclass_fields__.keys() & RequestSnapshot.__dataclass_fields__
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,9 +57,8 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Reply:
             most = min(_DEFAULT_MAX_TOKENS, model.sampling_defaults.get("max_tokens", inf))
             max_tokens = model.fitting(int(most), len(prompt.token_ids))
         own = replace(params, max_tokens=max_tokens)
-        reply.add_request(
-            f"{reply.answer.id}-{index}", prompt, own, reply.prompt_ends.get(index, b"")
-        )
+        begun = reply.prompt_ends.get(index, b"")
+        reply.add_request(f"{reply.answer.id}-{index}", prompt, own, begun)
     return reply
 
 

@@ -117,21 +117,20 @@ def page(document: dict[str, Any]) -> bytes:
                 f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>"
                 f"<p>{html.escape(operation['summary'])}</p>"
             )
-            rows = [
-                (f"{each['name']} ({each['in']})", each["schema"], each.get("required", False))
-                for each in operation.get("parameters", ())
-            ]
-            if "requestBody" in operation:
-                content = operation["requestBody"]["content"]["application/json"]
-                body = schemas[content["schema"]["$ref"].rsplit("/", 1)[1]]
-                needed = body.get("required", ())
-                rows += [(name, each, name in needed) for name, each in body["properties"].items()]
+            parameters = operation.get("parameters", ())
+            rows = {f"{each['name']} ({each['in']})": each["schema"] for each in parameters}
+            required: list[str] = []
+            if body := operation.get("requestBody"):
+                name = body["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+                required = schemas[name].get("required", [])
+                rows |= schemas[name]["properties"]
             if rows:
                 parts.append("<details open><summary>Fields</summary><table>")
-                for name, schema, required in rows:
+                for field, schema in rows.items():
+                    needed = "required" if field in required else ""
                     parts.append(
-                        f"<tr><td><code>{html.escape(name)}</code><td>"
-                        f"{html.escape(_type_text(schema))}<td>{'required' if required else ''}"
+                        f"<tr><td><code>{html.escape(field)}</code><td>"
+                        f"{html.escape(_type_text(schema))}<td>{needed}"
                     )
                 parts.append("</table></details>")
     return "".join(parts).encode()

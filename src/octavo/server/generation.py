@@ -20,13 +20,7 @@ from starlette.types import Receive, Send
 from octavo.engine.outputs import Delta
 from octavo.engine.stream import EngineDead, Stream, joined
 from octavo.sampling.params import InvalidParameter
-from octavo.scheduler.request import (
-    AdmissionError,
-    FinishReason,
-    LatencyTarget,
-    RequestRecord,
-    SchedulingParams,
-)
+from octavo.scheduler.request import AdmissionError, FinishReason, RequestRecord, SchedulingParams
 from octavo.server.config import ServeConfig
 from octavo.server.context import RequestContext
 from octavo.server.errors import ApiError, ClientGone, as_api_error, draining, too_many
@@ -116,7 +110,7 @@ class GenerateCall:
         priorities = [int(found) for found in _PRIORITY.findall(body)]
         if not priorities and b'"priority"' in body:
             return None
-        asked = self._scheduling(None)
+        asked = self._scheduling(GenerateRequest())
         asked = replace(asked, priority=min([asked.priority, *priorities]))
         return RequestRecord("", time.monotonic(), 0, scheduling=asked)
 
@@ -133,21 +127,17 @@ class GenerateCall:
             return reply, error.with_traceback(None)
         return reply, None
 
-    def _scheduling(self, request: GenerateRequest | None) -> SchedulingParams:
-        """Return what the request (None: nothing is known of it), its key and the server say, in
-        this order.
-        """
-        asked = SchedulingParams() if request is None else scheduling_params(request)
+    def _scheduling(self, request: GenerateRequest) -> SchedulingParams:
+        """Return what the request, its key and the server say, in this order."""
         key = self._key
-        targets = asked.target, None if key is None else key.target, self._app.config.slo
-        asked = replace(asked, target=LatencyTarget.first_of(*targets))
         if key is None:
-            return asked
+            return scheduling_params(request, self._app.config.slo)
+        asked = scheduling_params(request, key.target, self._app.config.slo)
         return replace(
             asked,
             client=key.name,
             weight=key.weight,
-            priority=key.priority_of(None if request is None else request.priority),
+            priority=key.priority_of(request.priority),
             cache_salt=key.salted(asked.cache_salt),
         )
 

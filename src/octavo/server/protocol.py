@@ -531,15 +531,16 @@ def sampling_params(
 
 
 # Fields that are passed on as they are: those that both have.
-_SCHEDULING = SchedulingParams.__dataclass_fields__.keys() & set(GenerateRequest.__struct_fields__)
+_SCHEDULING = SchedulingParams.__dataclass_fields__.keys() & {*GenerateRequest.__struct_fields__}
 
 
-def scheduling_params(request: GenerateRequest) -> SchedulingParams:
-    """Return what the request says."""
-    given = {name: getattr(request, name) for name in _SCHEDULING}
-    fields = {name: value for name, value in given.items() if value is not None}
-    target = None if request.slo is None else request.slo.target()
-    return SchedulingParams(target=target, **fields)
+def scheduling_params(request: GenerateRequest, *targets: LatencyTarget | None) -> SchedulingParams:
+    """Return what the request says. A limit that it does not set is that of the first of
+    ``targets`` that does.
+    """
+    given = {name: value for name in _SCHEDULING if (value := getattr(request, name)) is not None}
+    own = None if request.slo is None else request.slo.target()
+    return SchedulingParams(target=LatencyTarget.first_of(own, *targets), **given)
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:

@@ -99,13 +99,9 @@ class Reply(ABC):
         self, request_id: str, prompt: Prompt, params: SamplingParams, begun: bytes = b""
     ) -> None:
         """Ask the engine for the answer to ``prompt``."""
+        ids = prompt.token_ids
         self.requests.append(
-            Request(
-                request_id=request_id,
-                prompt_token_ids=prompt.token_ids,
-                params=params,
-                begun=begun,
-            )
+            Request(request_id=request_id, prompt_token_ids=ids, params=params, begun=begun)
         )
 
     def chunk(self, index: int, delta: Delta) -> bytes:

@@ -14,8 +14,8 @@ the order of the queue, each by a switch and the methods it needs:
   simulator takes many such steps at once.
 - ``replaces``, with `replacement_key` or `replaced`: a newcomer may take a waiting request's place
   in a full queue.
-- `ahead_of`: whom a newcomer would wait for. Predicted waits (``max_queue_time``, ``Retry-After``,
-  engine/wait_time.py) go by it; without it a newcomer is behind all who wait.
+- `ahead_of`: whom a newcomer would wait for. Predicted waits (engine/wait_time.py) go by it, and
+  with them what ``max_queue_time`` refuses; without it a newcomer is behind all who wait.
 
 A sequence in the queue has a position, a running one has a slot, and a request in a full queue has
 a place. Ageing is what the first of an `AgeingQueue` does there; the time since a request's arrival
@@ -27,8 +27,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
+from inspect import signature
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:  # the command line reads the classes and needs no engine
     from octavo.scheduler.prompt_rates import PromptRates
@@ -39,23 +40,16 @@ BY_ARRIVAL = attrgetter("order")
 _KEY, _SEQUENCE = itemgetter(0), itemgetter(1)  # of an entry
 
 
-class Setting(NamedTuple):
-    """A number, above 0, that configures a policy: a field of `PolicyConfig` and an option."""
-
-    name: str
-    default: float
-    help: str
-    metavar: str | None = None  # the unit, as the option's help shows it
-
-
 class Policy:
     """The queue of waiting sequences, and an order of the running ones. As it stands here, both
     follow one key, no waiting sequence preempts a running one, and no newcomer replaces a request.
+
+    The parameters of a policy's constructor are its settings, numbers above 0: each is a field of
+    `PolicyConfig`, and so an option.
     """
 
     name: ClassVar[str]
     help: ClassVar[str] = ""  # what it goes by; empty if the name says it
-    settings: ClassVar[tuple[Setting, ...]] = ()  # given to __init__ in this order
     request_fields: ClassVar[frozenset[Literal["priority", "weight"]]] = frozenset()  # it goes by
     by_client: ClassVar[bool] = False  # it goes by client, and the queue is shared out among them
     preempts: ClassVar[bool] = False  # a waiting sequence may ever preempt a running one
@@ -66,6 +60,11 @@ class Policy:
 
     def __init__(self) -> None:
         self._queue = SortedQueue(self.queue_key)
+
+    @classmethod
+    def settings(cls) -> dict[str, float]:
+        """Return the default of each setting, by name."""
+        return {each.name: each.default for each in signature(cls).parameters.values()}
 
     # The queue: of waiting sequences by `queue_key`, unless a policy keeps another
 

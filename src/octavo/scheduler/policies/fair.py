@@ -2,20 +2,21 @@
 Large Language Models", OSDI 2024: VTC).
 
 Each client has a counter of what it was served, divided by its weight: a token of prompt counts 1
-when its request is admitted, a token of output ``output_cost`` when it is drawn. Not charged are
-prompt tokens that are in the prefix cache, which cost nothing, and tokens computed again after a
-preemption, which the client did not ask for. Rules:
+when its request is admitted, a token of output ``fair_output_cost`` when it is drawn. Not charged
+are prompt tokens that are in the prefix cache, which cost nothing, and tokens computed again after
+a preemption, which the client did not ask for. Rules:
 
 - Next is the first request of the client with the lowest counter. No capacity is left unused: a
   waiting request is admitted whenever there is capacity for it.
 - A client that comes back to the queue is raised to the lowest counter of the clients in the queue
   or, if there are none, of the client that left it last: so no client saves up for later.
 - Between two clients that always have requests in the queue, what they were served differs at any
-  time by at most e of the one and e of the other, where e is (longest prompt + ``output_cost`` ×
-  ``max_num_seqs`` × longest answer) / weight: what a client may still be given after it was
-  admitted with the lowest counter (the paper's theorem 4.4, whose bound is the tokens of the cache;
-  derived in tests/scheduler/test_policies.py). A client whose queue is empty for a moment has all
-  it asked for: it is raised, and what it lagged behind by then is not owed to it.
+  time by at most e of the one and e of the other, where e is (longest prompt +
+  ``fair_output_cost`` × ``max_num_seqs`` × longest answer) / weight: what a client may still be
+  given after it was admitted with the lowest counter (the paper's theorem 4.4, whose bound is the
+  tokens of the cache; derived in tests/scheduler/test_policies.py). A client whose queue is empty
+  for a moment has all it asked for: it is raised, and what it lagged behind by then is not owed to
+  it.
 
 The paper never preempts. Here a running request is preempted for the next in the queue when its
 client is ahead of the other by more than twice what it costs to compute its tokens again, so that
@@ -32,7 +33,7 @@ from functools import lru_cache
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import TYPE_CHECKING, Any
 
-from octavo.scheduler.policies.base import Policy, Setting, SortedQueue
+from octavo.scheduler.policies.base import Policy, SortedQueue
 
 if TYPE_CHECKING:
     from octavo.scheduler.request import RequestRecord
@@ -62,17 +63,14 @@ def _charge(cost: float, weight: float) -> int:
 class Fair(Policy):
     name = "fair"
     help = "equal shares for clients"
-    settings = (
-        Setting("fair_output_cost", 2.0, "what a token of output counts, in tokens of prompt"),
-    )
     request_fields = frozenset({"weight"})
     by_client = True
     preempts = True
     replaces = True
 
-    def __init__(self, output_cost: float) -> None:
-        """``output_cost``: of a token of output, in tokens of prompt."""
-        self._output_cost = output_cost
+    def __init__(self, fair_output_cost: float = 2.0) -> None:
+        """``fair_output_cost``: of a token of output, in tokens of prompt."""
+        self._output_cost = fair_output_cost
         self._clients: dict[str, _Client] = {}
         self._known = _KNOWN
         # The clients in the queue. Counters only grow, so a client's turn is not before its entry.

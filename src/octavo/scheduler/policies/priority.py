@@ -1,11 +1,12 @@
 """Lower numbers first, as in vLLM, and no request waits for ever.
 
 Each priority has a queue in order of arrival. The first of a queue counts as one level more urgent
-for every ``ageing`` seconds that it has been the first. Consequences:
+for every ``priority_ageing`` seconds that it has been the first. Consequences:
 
 - Next is the first with the lowest level. Under an endless stream of newcomers of priority h, one
-  request of priority l > h is admitted at least every (l - h) × ``ageing`` seconds. So all of them
-  are served in the end, but however many gather, they do not push aside more urgent requests.
+  request of priority l > h is admitted at least every (l - h) × ``priority_ageing`` seconds. So all
+  of them are served in the end, but however many gather, they do not push aside more urgent
+  requests.
 - A running sequence keeps the level it was admitted with and is preempted only for a priority
   below that: a sequence that was admitted because of its long wait is not preempted for the next
   newcomer.
@@ -22,7 +23,7 @@ from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from octavo.scheduler.policies.base import AgeingQueue, Policy, Setting
+from octavo.scheduler.policies.base import AgeingQueue, Policy
 
 if TYPE_CHECKING:
     from octavo.scheduler.request import RequestRecord
@@ -32,16 +33,13 @@ if TYPE_CHECKING:
 class Priority(Policy):
     name = "priority"
     help = "lower numbers first"
-    settings = (
-        Setting("priority_ageing", 30.0, "seconds in the queue that are worth a level", "SECONDS"),
-    )
     request_fields = frozenset({"priority"})
     preempts = True
     replaces = True
 
-    def __init__(self, ageing: float) -> None:
-        """``ageing``: seconds at the head of its queue that are worth a level."""
-        self._ageing = ageing
+    def __init__(self, priority_ageing: float = 30.0) -> None:
+        """``priority_ageing``: seconds at the head of its queue that are worth a level."""
+        self._ageing = priority_ageing
         self._queues: dict[int, AgeingQueue] = {}  # by priority
         self._priorities: list[int] = []  # of the queues, sorted
         self._turns: list[tuple[float, int]] = []  # of the queues, sorted: the lower, the sooner
@@ -114,8 +112,8 @@ class Priority(Policy):
         return seq.owner.scheduling.priority - int(seq.stood / self._ageing)
 
     def replacement_key(self, record: RequestRecord) -> float:
-        """Here the whole wait counts, ``ageing`` seconds of it as one level, and not only the time
-        at the head of a queue: a request that has waited long enough keeps its place.
+        """Here the whole wait counts, ``priority_ageing`` seconds of it as one level, and not only
+        the time at the head of a queue: a request that has waited long enough keeps its place.
         """
         return record.scheduling.priority * self._ageing + record.arrival
 

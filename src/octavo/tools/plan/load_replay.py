@@ -189,11 +189,9 @@ def _begin(
     prompt: Sequence[int] = range(sample.prompt_len)  # of what is refused for its length alone
     if len(prompt) < engine.scheduler.config.max_model_len:
         prompt = prompt_token_ids(sample, seed, engine.vocab_size)
+    asked = SchedulingParams(**terms)
     request = Request(
-        request_id=str(index),
-        prompt_token_ids=prompt,
-        params=params,
-        scheduling=SchedulingParams(**terms),
+        request_id=str(index), prompt_token_ids=prompt, params=params, scheduling=asked
     )
     try:
         engine.add_request(request, start + sent)

@@ -27,9 +27,9 @@ SAMPLES = {
 }
 # Values of each setting of a policy; the first lets nobody wait for long where a step takes 1 ms.
 SETTINGS = {
-    "priority_ageing": (0.005, 0.02, 10.0),
+    "priority_ageing": (0.005, 0.001, 0.02, 10.0),
     "fair_output_cost": (2.0, 0.5),
-    "best_effort_deadline": (0.2, 0.001, 10.0),
+    "best_effort_deadline": (0.2, 0.001, 0.1, 10.0),
 }
 assert SAMPLES.keys() == POLICIES.keys(), "each policy has a sample"
 for _policy in POLICIES.values():

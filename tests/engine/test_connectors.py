@@ -17,12 +17,7 @@ from octavo.kv_cache.connectors.prefetch import Prefetcher
 from octavo.kv_cache.transfer_cost import Measured
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.policies.base import BY_ARRIVAL
-from octavo.scheduler.request import (
-    Outcome,
-    Request,
-    RequestRecord,
-    SchedulingParams,
-)
+from octavo.scheduler.request import Outcome, Request, RequestRecord, SchedulingParams
 from octavo.scheduler.sequence import Status
 from octavo.scheduler.token_budget import TokenBudget
 from scheduling import SAMPLES

@@ -16,13 +16,7 @@ from octavo.engine.stats import EngineStats
 from octavo.engine.stream import EngineDead
 from octavo.loader.base import ChatTemplateError
 from octavo.scheduler.admission import Forecast
-from octavo.scheduler.request import (
-    AdmissionError,
-    FinishReason,
-    Outcome,
-    Request,
-    RequestRecord,
-)
+from octavo.scheduler.request import AdmissionError, FinishReason, Outcome, Request, RequestRecord
 from octavo.server.model import ServedModel
 
 BOS, EOS = 256, 257

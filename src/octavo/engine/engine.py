@@ -25,13 +25,7 @@ from octavo.loader.base import Tokenizer
 from octavo.sampling.params import InvalidParameter, SamplingParams
 from octavo.sampling.sampler import Sampler
 from octavo.scheduler.batching import Scheduled
-from octavo.scheduler.request import (
-    AdmissionError,
-    FinishReason,
-    Outcome,
-    Request,
-    RequestRecord,
-)
+from octavo.scheduler.request import AdmissionError, FinishReason, Outcome, Request, RequestRecord
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.sequence import Sequence
 from octavo.spec_decode.speculator import Speculator

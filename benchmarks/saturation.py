@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from octavo.engine.config import EngineConfig
+from octavo.scheduler.policies.config import POLICIES
 from octavo.tools.plan.capacity import capacity
 from octavo.tools.plan.hardware import device
 from octavo.tools.plan.quantization import StoredWeights
@@ -124,7 +125,7 @@ def drawn(seed: int, requests: tuple[int, int] = (80, 120), seats: int = 6) -> L
     rng = np.random.default_rng((0x5A7, seed))
     subject, stored, where = _placed(*MODELS[rng.integers(len(MODELS))])
     most_seats = int(2 ** rng.integers(2, seats + 1))
-    policy = str(rng.choice(("fcfs", "fcfs", "priority", "fair", "deadline")))
+    policy = str(rng.choice(("fcfs", *POLICIES)))
     memory = "reserve" if rng.random() < 0.1 else "paged"
     batching = "static" if rng.random() < 0.1 else "continuous"
     chunked = bool(rng.random() < 0.85)
@@ -141,7 +142,7 @@ def drawn(seed: int, requests: tuple[int, int] = (80, 120), seats: int = 6) -> L
         parts: tuple[Part, ...] = (Part(RANDOM + 1 + index, prompt),)
         if shared:
             parts = (Part(PREFIXES + int(rng.integers(shared)), prefix), *parts)
-        kind = CLASSES[rng.integers(2)] if policy in ("priority", "fair") else None
+        kind = CLASSES[rng.integers(2)] if POLICIES[policy].request_fields else None
         client = int(rng.integers(2)) if kind else 0
         samples.append(
             Sample(prefix + prompt, answer, parts, arrival=0.0, kind=kind, client=client)

@@ -32,7 +32,7 @@ from octavo.sampling.params import SamplingParams
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.policies.config import POLICIES
-from octavo.scheduler.request import LatencyTarget, Request
+from octavo.scheduler.request import LatencyTarget, Request, SchedulingParams
 from octavo.scheduler.scheduler import Scheduler
 
 BUDGET_US = {1: 150.0, 32: 500.0, 256: 2000.0}
@@ -143,9 +143,11 @@ def request(
         request_id=str(index),
         prompt_token_ids=[(index * 31 + i * 7) % Words.vocab_size for i in range(prompt)],
         params=SamplingParams(max_tokens=1 if prompt == LONG else steps + 200, seed=index),
-        priority=(index % 7 + 7 * waits) if policy == "priority" else 0,
-        client=str(index % 16),
-        target=LatencyTarget(ttft=3600.0 * (1 + waits), tpot=0.05) if index % 5 else None,
+        scheduling=SchedulingParams(
+            priority=(index % 7 + 7 * waits) if policy == "priority" else 0,
+            client=str(index % 16),
+            target=LatencyTarget(ttft=3600.0 * (1 + waits), tpot=0.05) if index % 5 else None,
+        ),
     )
 
 

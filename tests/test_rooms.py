@@ -41,7 +41,7 @@ TOOLS: dict[str, set[str]] = {
     "tools.workload": {"strict_json"},
     "tools.plan": BELOW | {"tools.workload"},
     "tools.train": BELOW | {"tools.quantize"},
-    "tools.top": {"engine.snapshot", "tools.bench.load"},
+    "tools.top": {"engine.snapshot", "scheduler.request", "tools.bench.load"},
     "tools.bench": BELOW | {"tools.workload", "tools.quantize"},
 }
 ALLOWED = ENGINE | TOOLS

@@ -114,7 +114,13 @@ def _engines(rng: random.Random, folder: Path) -> Iterator[Group]:
     yield Group("steps of 5 ms", "smollm2", [_asked(rng, many, 90)], {"itl_target": 5.0})
     yield Group("preempted", "smollm2", [_asked(rng, many * 2, 60)], tight)
     yield Group("blocks of 32", "smollm2", [_asked(rng, many, 60)], {"block_size": 32})
-    for policy in ("fcfs", "priority", "fair", "deadline"):
+    try:
+        from octavo.scheduler.policies.config import POLICIES
+    except ImportError:  # as in `Again`
+        from octavo.schedule.policies.config import (  # type: ignore[import-not-found,no-redef]
+            POLICIES,
+        )
+    for policy in POLICIES:
         settings = {"scheduling_policy": policy, "max_num_seqs": 6} | tight
         yield Group(f"policy {policy}", "smollm2", [_asked(rng, many * 2, 50)], settings)
     queue = {"max_num_queued_reqs": 1, "max_num_queued_tokens": 200, "max_num_seqs": 1}

@@ -14,6 +14,7 @@ import octavo
 import strict_json
 from octavo.cli import app, main
 from octavo.cli.simulate import DEFAULT_GOODPUT
+from octavo.scheduler.policies.config import POLICIES
 
 ON = ("--model", "llama-3-8b", "--device", "h100")
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -182,20 +183,16 @@ CLASSES = (
 
 
 def test_classes_have_what_the_policy_gives_them() -> None:
-    found = {
-        policy: figures(*CLASSES, "--scheduling-policy", policy)
-        for policy in ("fcfs", "priority", "fair", "deadline")
-    }
+    found = {policy: figures(*CLASSES, "--scheduling-policy", policy) for policy in POLICIES}
     for policy, result in found.items():
         classes, settings = result["classes"], result["settings"]
         assert settings["scheduling_policy"] == policy
         assert sum(each["requests"] for each in classes.values()) == 120
         assert classes["bulk"]["attainment"] == 1, "it was promised nothing"
         assert result["good"] == sum(each["good"] for each in classes.values())
-        assert any("priority has no effect" in n for n in result["notices"]) is (
-            policy != "priority"
-        )
-        assert any("weight has no effect" in n for n in result["notices"]) is (policy != "fair")
+        for field in ("priority", "weight"):
+            unused = any(f"{field} has no effect" in each for each in result["notices"])
+            assert unused is (field not in POLICIES[policy].request_fields)
     chat = {policy: result["classes"]["chat"] for policy, result in found.items()}
     assert chat["fcfs"]["attainment"] < 0.7
     for policy in ("priority", "fair", "deadline"):

@@ -29,8 +29,15 @@ from octavo.sampling.params import SamplingParams
 from octavo.sampling.sampler import Sampled
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.policies.config import POLICIES
 from octavo.scheduler.policies.fair import Fair
-from octavo.scheduler.request import AdmissionError, Outcome, Request, RequestRecord
+from octavo.scheduler.request import (
+    AdmissionError,
+    Outcome,
+    Request,
+    RequestRecord,
+    SchedulingParams,
+)
 from octavo.scheduler.scheduler import Scheduler
 
 VOCAB = 5  # small: requests generate the same tokens, and so share blocks
@@ -113,8 +120,7 @@ def loads(draw: st.DrawFn) -> Load:
             request_id=str(index),
             prompt_token_ids=prompt,
             params=params,
-            cache_salt=salt,
-            **terms(limits, draw(st.integers(0, 99))),
+            scheduling=SchedulingParams(cache_salt=salt, **terms(limits, draw(st.integers(0, 99)))),
         )
         arrivals.append(Arrival(time, request))
     stop_rate = draw(st.sampled_from((0.0, 1.0, 1.0, 0.1)))
@@ -123,7 +129,7 @@ def loads(draw: st.DrawFn) -> Load:
 
 def terms(limits: SchedulerConfig, seed: int) -> dict[str, Any]:
     found = random_terms(random.Random(seed))
-    if limits.scheduling_policy != "priority":
+    if "priority" not in POLICIES[limits.scheduling_policy].request_fields:
         found["priority"] = 0
     return found
 
@@ -207,7 +213,7 @@ def state(engine: Engine) -> dict[str, Any]:
         },
         "waiting": [(seq.order, seq.queued, seq.stood) for seq in scheduler.waiting],
         "served": (
-            [scheduler.policy.served(request.client) for request in requests]
+            [scheduler.policy.served(request.scheduling.client) for request in requests]
             if isinstance(scheduler.policy, Fair)
             else None
         ),

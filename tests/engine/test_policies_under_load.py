@@ -18,7 +18,13 @@ from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.request import LatencyTarget, Outcome, Request, RequestRecord
+from octavo.scheduler.request import (
+    LatencyTarget,
+    Outcome,
+    Request,
+    RequestRecord,
+    SchedulingParams,
+)
 from octavo.scheduler.scheduler import Scheduler
 
 PROMPT = 40
@@ -67,8 +73,7 @@ class Source:
                 request_id=f"{self.name}-{count}",
                 prompt_token_ids=prompt,
                 params=params,
-                client=self.name,
-                **self.terms,
+                scheduling=SchedulingParams(client=self.name, **self.terms),
             )
             yield now, request
             now += rng.expovariate(self.rate)
@@ -166,9 +171,9 @@ class Shares:
             self._counted[source.name] = len(source.records)
         left = 0.0
         for name, tokens in (
-            *((chunk.seq.owner.client, chunk.size) for chunk in step.scheduled.chunks),
+            *((chunk.seq.owner.scheduling.client, chunk.size) for chunk in step.scheduled.chunks),
             *(
-                (seq.owner.client, 2 * len(drawn))
+                (seq.owner.scheduling.client, 2 * len(drawn))
                 for seq, drawn in zip(step.scheduled.samples, step.drawn.runs, strict=True)
             ),
         ):
@@ -215,7 +220,7 @@ def test_first_come_first_served_does_not_keep_it() -> None:
 
 
 TARGET = LatencyTarget(ttft=0.3, tpot=0.02)
-POLICIES: dict[str, dict[str, Any]] = {
+AGEING: dict[str, dict[str, Any]] = {
     "priority": {"scheduling_policy": "priority", "priority_ageing": 1.0},
     "deadline": {"scheduling_policy": "deadline", "best_effort_deadline": 5.0},
 }
@@ -230,10 +235,10 @@ def classes(rate: float, policy: str) -> tuple[Source, Source]:
     return urgent, Source("bulk", 2 * rate / (PROMPT + 2 * 30), 30, terms[1])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", AGEING)
 def test_who_was_promised_something_has_it_and_all_finish(policy: str) -> None:
     urgent, bulk = classes(total(), policy)
-    running = engine(**POLICIES[policy])
+    running = engine(**AGEING[policy])
     play(running, [urgent, bulk])
     assert urgent.attainment(TARGET) > 0.95
     ended = sum(record.outcome is Outcome.FINISHED for record in bulk.records)

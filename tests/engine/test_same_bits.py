@@ -37,7 +37,7 @@ from octavo.sampling.native import NativeSampler
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.sampler import Float32, Sampled, SamplerState
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.request import Outcome, Request, RequestRecord
+from octavo.scheduler.request import Outcome, Request, RequestRecord, SchedulingParams
 from octavo.scheduler.scheduler import Scheduler
 from octavo.spec_decode.draft_checkpoint import DraftModel
 from octavo.spec_decode.draft_model import DraftModelDrafter
@@ -429,7 +429,7 @@ def check_case(
                 request_id=str(index),
                 prompt_token_ids=prompt,
                 params=drawn_params(rng, vocab, tight),
-                cache_salt=rng.choice((None, None, "salt")),
+                scheduling=SchedulingParams(cache_salt=rng.choice((None, None, "salt"))),
             )
         )
     rows = 0

@@ -19,8 +19,15 @@ from octavo.sampling.params import SamplingParams
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.admission import Forecast
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.request import AdmissionError, LatencyTarget, Request, RequestRecord
+from octavo.scheduler.request import (
+    AdmissionError,
+    LatencyTarget,
+    Request,
+    RequestRecord,
+    SchedulingParams,
+)
 from octavo.scheduler.scheduler import Scheduler
+from scheduling import new_record
 
 MODEL = ModelConfig(
     family="llama",
@@ -81,7 +88,7 @@ class Simulated:
 
 
 def asks(prompt: int, **more: Any) -> RequestRecord:
-    return RequestRecord("new", 0.0, prompt, **more)
+    return new_record("new", 0.0, prompt, **more)
 
 
 def errors(told: Sequence[tuple[Forecast, RequestRecord]]) -> list[tuple[float, float]]:
@@ -224,7 +231,12 @@ def queued(policy: str, *others: dict[str, Any]) -> WaitTimePredictor:
     params = SamplingParams(max_tokens=50, ignore_eos=True)
     for number, more in enumerate(others):
         simulated.engine.add_request(
-            Request(request_id=f"w{number}", prompt_token_ids=[7] * 50, params=params, **more)
+            Request(
+                request_id=f"w{number}",
+                prompt_token_ids=[7] * 50,
+                params=params,
+                scheduling=SchedulingParams(**more),
+            )
         )
     return simulated.waiting
 

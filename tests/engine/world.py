@@ -24,6 +24,8 @@ from octavo.engine.engine import Step
 from octavo.engine.outputs import Delta, SequenceOutput
 from octavo.kv_cache.transfer_cost import Measured
 from octavo.sampling.params import InvalidParameter, SamplingParams
+from octavo.scheduler.policies.config import POLICIES
+from octavo.scheduler.policies.fcfs import FirstCome
 from octavo.scheduler.request import (
     AdmissionError,
     FinishReason,
@@ -31,9 +33,11 @@ from octavo.scheduler.request import (
     Outcome,
     Request,
     RequestRecord,
+    SchedulingParams,
 )
 from octavo.scheduler.sequence import Status
 from octavo.spec_decode.speculator import Speculator
+from scheduling import SETTINGS
 
 BROKEN_SEED = 13  # such a request's logits are not numbers
 LATE_SEED = 14  # nor are this one's, from its fourth token on
@@ -209,17 +213,11 @@ class Setting:
 
 def drawn_policy(rng: random.Random) -> dict[str, Any]:
     """A step takes a millisecond."""
-    name = rng.choice(("fcfs", "priority", "fair", "deadline"))
+    name = rng.choice([*POLICIES])
     settings: dict[str, Any] = {"scheduling_policy": name, "shed_late": rng.random() < 0.3}
     if rng.random() < 0.2:
         settings["max_queue_time"] = rng.choice((0.002, 0.05))
-    if name == "priority":
-        settings["priority_ageing"] = rng.choice((0.001, 0.02, 10.0))
-    if name == "fair":
-        settings["fair_output_cost"] = rng.choice((0.5, 2.0))
-    if name == "deadline":
-        settings["best_effort_deadline"] = rng.choice((0.001, 0.1, 10.0))
-    return settings
+    return settings | {own: rng.choice(SETTINGS[own]) for own in POLICIES[name].settings()}
 
 
 def random_terms(rng: random.Random) -> dict[str, Any]:
@@ -341,7 +339,7 @@ class World:
             # Among those that run: who waits comes to its turn. With a disk or a remote, too: who
             # was admitted while another waited for it, or was paused, is not preempted for that.
             slow = self.setting.disk or self.setting.remote
-            if scheduler.policy.preempts or slow or self.pauses:
+            if not isinstance(scheduler.policy, FirstCome) or slow or self.pauses:
                 unfinished = scheduler.decoding + scheduler.prefilling
             if self.setting.itl_target is not None:
                 # Who is let in by a step, ahead of others by rank, may find no time left in it.
@@ -350,8 +348,7 @@ class World:
             running = scheduler.decoding + scheduler.prefilling
             # Or its blocks may have taken all of it, and the first one's turn.
             loaded = [seq for seq in running if seq not in self.ran and seq.hit is not None]
-            fair = self.setting.policy.get("scheduling_policy") == "fair"
-            if fair and any(seq not in self.ran for seq in running):
+            if scheduler.policy.by_client and any(seq not in self.ran for seq in running):
                 unfinished = []  # who is let in is charged for it, and ranked by that from then on
             first = min(unfinished, key=rank, default=None)
             if (
@@ -399,14 +396,13 @@ class World:
         params: dict[str, object],
         terms: dict[str, Any],
     ) -> None:
-        if self.engine.scheduler.config.scheduling_policy != "priority":
+        if "priority" not in self.engine.scheduler.policy.request_fields:
             terms["priority"] = 0
         request = Request(
             request_id=name,
             prompt_token_ids=prompt,
             params=SamplingParams(ignore_eos=True, **params),  # type: ignore[arg-type]
-            cache_salt=salt,
-            **terms,
+            scheduling=SchedulingParams(cache_salt=salt, **terms),
         )
         before = len(self.outcomes)
         queued = self.engine.scheduler.waiting.tokens
@@ -624,7 +620,7 @@ class World:
             if set(life.reasons.values()) == {FinishReason.REPLACED}:
                 assert record.scheduled is None
                 assert self.setting.max_num_queued_reqs is not None
-                assert self.setting.policy["scheduling_policy"] != "fcfs"
+                assert self.engine.scheduler.policy.replaces
             else:
                 assert set(life.reasons.values()) == {FinishReason.SHED}
                 assert self.setting.policy["shed_late"] or "max_queue_time" in self.setting.policy

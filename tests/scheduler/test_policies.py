@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any
 
@@ -16,7 +16,7 @@ from engine.test_engine import run
 from octavo.engine.engine import Engine, Step
 from octavo.sampling.params import InvalidParameter
 from octavo.scheduler.policies import fair
-from octavo.scheduler.policies.base import Policy, Setting
+from octavo.scheduler.policies.base import Policy
 from octavo.scheduler.policies.config import POLICIES, PolicyConfig
 from octavo.scheduler.request import (
     FinishReason,
@@ -24,8 +24,10 @@ from octavo.scheduler.request import (
     Outcome,
     Request,
     RequestRecord,
+    SchedulingParams,
 )
 from octavo.scheduler.sequence import Sequence
+from scheduling import SETTINGS
 
 
 def request(
@@ -38,8 +40,8 @@ def request(
     target: LatencyTarget | None = None,
     **params: Any,
 ) -> Request:
-    terms = {"priority": priority, "client": client, "weight": weight, "target": target}
-    return replace(plain(name, prompt, **params), **terms)
+    scheduling = SchedulingParams(priority=priority, client=client, weight=weight, target=target)
+    return replace(plain(name, prompt, **params), scheduling=scheduling)
 
 
 def made(policy: str, **limits: Any) -> Engine:
@@ -220,7 +222,9 @@ def test_high_priority_does_not_wait_behind_low_that_came_to_its_turn() -> None:
     run(engine)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "fair", "deadline"])
+@pytest.mark.parametrize(
+    "policy", [name for name, each in POLICIES.items() if "priority" not in each.request_fields]
+)
 def test_a_priority_without_effect_is_refused_by_name(policy: str) -> None:
     engine = made(policy)
     with pytest.raises(InvalidParameter, match=f"no effect under the policy {policy}"):
@@ -291,7 +295,7 @@ def test_who_is_ahead_of_its_deadlines_lends_its_place() -> None:
     due = engine.add_request(request("due", [2] * 8, max_tokens=5, seed=2, target=target))
     run(engine)
     assert (slow.preemptions, due.preemptions) == (1, 0)
-    assert slow.target.met_by(slow)
+    assert slow.scheduling.target.met_by(slow)
     assert target.met_by(due)
 
 
@@ -334,7 +338,7 @@ def test_who_is_not_ahead_keeps_its_place() -> None:
     second = engine.add_request(request("due", [2] * 8, max_tokens=5, target=LatencyTarget(0.2)))
     run(engine)
     assert first.preemptions == 0
-    assert second.target.met_by(second)
+    assert second.scheduling.target.met_by(second)
 
 
 def test_a_missed_deadline_is_nothing_to_hurry_for() -> None:
@@ -556,7 +560,7 @@ def check_backlogged(
     class Counts:
         def on_step(self, step: Step) -> None:
             for seq, drawn in zip(step.scheduled.samples, step.drawn.runs, strict=True):
-                outputs[int(seq.owner.client)] += len(drawn)
+                outputs[int(seq.owner.scheduling.client)] += len(drawn)
 
         def on_end(self, record: RequestRecord) -> None:
             pass
@@ -566,7 +570,7 @@ def check_backlogged(
     count = 0
     extremes: dict[tuple[int, int], tuple[float, float]] = {}
     for _ in range(steps):
-        queued = Counter(int(seq.owner.client) for seq in engine.scheduler.waiting)
+        queued = Counter(int(seq.owner.scheduling.client) for seq in engine.scheduler.waiting)
         for client, (prompt, answer) in enumerate(kinds):
             for _ in range(queued[client], max_num_seqs + 1):
                 count += 1
@@ -584,7 +588,8 @@ def check_backlogged(
         engine.step()
         for record in waiting:
             if record.scheduled is not None:
-                prompts[int(record.client)] += record.prompt_tokens - record.cached_tokens
+                computed = record.prompt_tokens - record.cached_tokens
+                prompts[int(record.scheduling.client)] += computed
         waiting = [record for record in waiting if record.scheduled is None]
         served = [
             (prompt + 2 * output) / weight
@@ -632,10 +637,7 @@ def check_progress(
     of the beginning finishes, and comes ever nearer to it.
     """
     rng = random.Random(seed)
-    values = {
-        "priority": {"priority_ageing": 0.005},
-        "deadline": {"best_effort_deadline": 0.2},
-    }.get(policy, {})
+    values = {name: SETTINGS[name][0] for name in POLICIES[policy].settings()}
     engine = made(
         policy,
         num_blocks=num_blocks * len(window),
@@ -653,7 +655,7 @@ def check_progress(
             max_tokens=rng.choice((1, 4, 20, 40)),
             n=rng.choice((1, 1, min(2, max_num_seqs))),
             seed=rng.randrange(1000),
-            priority=priority if policy == "priority" else 0,
+            priority=priority if "priority" in POLICIES[policy].request_fields else 0,
             target=target,
             client=client,
         )
@@ -712,7 +714,7 @@ def check_no_vain_work(seed: int, policy: str, count: int) -> None:
                 [rng.randrange(60) for _ in range(rng.randint(1, 60))],
                 max_tokens=rng.randint(1, 60),
                 seed=i,
-                priority=rng.choice((0, 1, 5)) if policy == "priority" else 0,
+                priority=rng.choice((0, 1, 5)) * ("priority" in POLICIES[policy].request_fields),
                 client=rng.choice("aab"),
                 target=target,
             )
@@ -762,22 +764,24 @@ def test_settings_without_effect_are_refused(values: dict[str, Any], message: st
         PolicyConfig(**values)
 
 
+def test_each_setting_of_a_policy_is_a_field_of_the_config() -> None:
+    known = {each.name for each in fields(PolicyConfig)}
+    assert all(policy.settings().keys() <= known for policy in POLICIES.values())
+
+
 def test_a_new_policy_is_a_class_and_a_place_in_the_registry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class ShortestPrompt(Policy):
-        name = "shortest"
-        settings = (Setting("priority_ageing", 1.0, "prompt tokens that a second is worth"),)
+        """A second of waiting is worth 1000 tokens of prompt."""
 
-        def __init__(self, ageing: float) -> None:
-            super().__init__()
-            self.ageing = ageing
+        name = "shortest_prompt"
 
         def queue_key(self, seq: Sequence) -> tuple[float, tuple[int, int]]:
-            return len(seq.token_ids) + self.ageing * seq.owner.arrival, seq.order
+            return seq.owner.prompt_tokens + 1000.0 * seq.owner.arrival, seq.order
 
-    monkeypatch.setitem(POLICIES, "shortest", ShortestPrompt)
-    engine = made("shortest", max_num_seqs=1, priority_ageing=1000.0)
+    monkeypatch.setitem(POLICIES, ShortestPrompt.name, ShortestPrompt)
+    engine = made(ShortestPrompt.name, max_num_seqs=1)
     sees = Sees(engine)
     for name, length in (("runs", 20), ("long", 20), ("short", 5), ("middle", 10)):
         engine.add_request(request(name, [1] * length, max_tokens=20))
@@ -795,6 +799,7 @@ def test_a_new_policy_is_a_class_and_a_place_in_the_registry(
 @given(seed=st.integers(0, 2**32))
 def test_in_turn_is_the_order_in_which_all_would_be_let_in(policy: str, seed: int) -> None:
     rng = random.Random(seed)
+    fields = POLICIES[policy].request_fields
     engine = made(policy, max_num_seqs=2, num_blocks=40)
     for number in range(rng.randrange(30)):
         target = LatencyTarget(
@@ -804,9 +809,9 @@ def test_in_turn_is_the_order_in_which_all_would_be_let_in(policy: str, seed: in
             request(
                 f"r{number}",
                 [1 + number] * rng.randint(1, 40),
-                priority=rng.randrange(3) if policy == "priority" else 0,
-                client=rng.choice("abc") if policy == "fair" else "",
-                weight=rng.choice((1.0, 2.0)) if policy == "fair" else 1.0,
+                priority=rng.randrange(3) if "priority" in fields else 0,
+                client=rng.choice("abc") if POLICIES[policy].by_client else "",
+                weight=rng.choice((1.0, 2.0)) if "weight" in fields else 1.0,
                 target=rng.choice((None, target)),
                 max_tokens=rng.randint(1, 30),
                 n=rng.choice((1, 1, 2)),

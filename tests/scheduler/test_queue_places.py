@@ -10,6 +10,7 @@ import pytest
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.policies.config import POLICIES, PolicyConfig
 from octavo.scheduler.request import AdmissionError, LatencyTarget, RequestRecord
+from scheduling import new_record
 
 AGEING, BEST_EFFORT = 10.0, 5.0
 
@@ -65,27 +66,28 @@ class Queue:
 
 def replaceable(name: str, waiting: list[RequestRecord], asks: RequestRecord) -> Any:
     """Return those of whom one is to be replaced, by the rule itself; None: no request."""
-    if name == "fcfs" or not waiting:
+    if not POLICIES[name].replaces or not waiting:
         return None
     if name == "fair":
         shares = Counter[str]()
         for record in waiting:
-            shares[record.client] += 1 / record.weight  # type: ignore[assignment]
+            shares[record.scheduling.client] += 1 / record.scheduling.weight  # type: ignore[assignment]
         most = max(shares.values())
-        own = shares[asks.client] + 1 / asks.weight
+        own = shares[asks.scheduling.client] + 1 / asks.scheduling.weight
         fattest = [client for client, share in shares.items() if share == most]
-        if own >= most or asks.client in fattest:
+        if own >= most or asks.scheduling.client in fattest:
             return None
         return [
-            max((r for r in waiting if r.client == c), key=lambda r: r.arrival) for c in fattest
+            max((r for r in waiting if r.scheduling.client == c), key=lambda r: r.arrival)
+            for c in fattest
         ]
 
     def level(record: RequestRecord) -> float:
         if name == "priority":
-            return record.priority - (asks.arrival - record.arrival) / AGEING
-        if record.target is None or record.target.ttft is None:
+            return record.scheduling.priority - (asks.arrival - record.arrival) / AGEING
+        if record.scheduling.target is None or record.scheduling.target.ttft is None:
             return record.arrival + BEST_EFFORT
-        due = record.arrival + record.target.ttft
+        due = record.arrival + record.scheduling.target.ttft
         return record.arrival + BEST_EFFORT if due < asks.arrival else due
 
     worst = max(waiting, key=level)
@@ -105,7 +107,7 @@ def test_a_newcomer_replaces_the_last_of_all_if_it_comes_before_it(name: str) ->
         for number in range(60):
             now += rng.expovariate(1.0)
             client = rng.choice("aaabc")
-            record = RequestRecord(
+            record = new_record(
                 str(number), now, rng.randrange(1, 9), client=client, weight=weights[client],
                 priority=rng.choice((0, 0, 1, 5)),
                 target=rng.choice((None, LatencyTarget(ttft=rng.uniform(0.1, 9.0)))),
@@ -140,30 +142,30 @@ def test_a_newcomer_replaces_the_last_of_all_if_it_comes_before_it(name: str) ->
             if rng.random() < 0.5:
                 queue.end_replaced()
     assert refused_ever
-    assert (replaced_ever > 0) is (name != "fcfs")
+    assert (replaced_ever > 0) is POLICIES[name].replaces
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_as_many_are_replaced_as_its_tokens_need_and_none_if_that_is_not_enough(name: str) -> None:
     queue = Queue(name, None, 100)
     for number in range(10):
-        queue.submit(RequestRecord(str(number), 1.0, 10, client="many", priority=3))
-    small = RequestRecord("small", 2.0, 25, client="one", target=LatencyTarget(ttft=0.5))
-    if name == "fcfs":
+        queue.submit(new_record(str(number), 1.0, 10, client="many", priority=3))
+    small = new_record("small", 2.0, 25, client="one", target=LatencyTarget(ttft=0.5))
+    if not POLICIES[name].replaces:
         with pytest.raises(AdmissionError):
             queue.submit(small)
         return
     assert len(queue.submit(small)) == 3
     queue.end_replaced()
-    large = RequestRecord("large", 2.1, 90, client="two", target=LatencyTarget(ttft=0.001))
+    large = new_record("large", 2.1, 90, client="two", target=LatencyTarget(ttft=0.001))
     if name == "fair":  # its client has as much with it as the other, before there is room
         with pytest.raises(AdmissionError):
-            queue.submit(large, RequestRecord("more", 2.1, 20, client="two"))
+            queue.submit(large, new_record("more", 2.1, 20, client="two"))
         assert len(queue.kept) == 8
         return
-    top = RequestRecord("top", 2.1, 101, priority=-1, target=LatencyTarget(ttft=0.001))
+    top = new_record("top", 2.1, 101, priority=-1, target=LatencyTarget(ttft=0.001))
     kept = len(queue.kept)
-    pair = large, RequestRecord("even", 2.2, 90, priority=4, target=LatencyTarget(ttft=99.0))
+    pair = large, new_record("even", 2.2, 90, priority=4, target=LatencyTarget(ttft=99.0))
     with pytest.raises(AdmissionError):  # all or none: the second comes before nobody
         queue.submit(*pair)
     assert len(queue.kept) == kept
@@ -174,44 +176,44 @@ def test_as_many_are_replaced_as_its_tokens_need_and_none_if_that_is_not_enough(
 def test_a_request_that_has_waited_long_enough_keeps_its_place() -> None:
     """A stream of urgent newcomers, and a client that comes back at once whenever it is refused."""
     queue = Queue("priority", 1, None)
-    low = RequestRecord("low", 0.0, 1, priority=2)
+    low = new_record("low", 0.0, 1, priority=2)
     queue.submit(low)
     with pytest.raises(AdmissionError):
-        queue.submit(RequestRecord("urgent", 2 * AGEING, 1))
-    assert queue.submit(RequestRecord("more urgent", 2 * AGEING, 1, priority=-1)) == [low]
+        queue.submit(new_record("urgent", 2 * AGEING, 1))
+    assert queue.submit(new_record("more urgent", 2 * AGEING, 1, priority=-1)) == [low]
     queue.end_replaced()
     with pytest.raises(AdmissionError):
-        queue.submit(RequestRecord("again", 2 * AGEING, 1, priority=2))
+        queue.submit(new_record("again", 2 * AGEING, 1, priority=2))
 
 
 def test_among_equals_no_request_is_replaced() -> None:
     for name in POLICIES:
         queue = Queue(name, 2, None)
         for number in range(2):
-            queue.submit(RequestRecord(str(number), float(number), 1))
+            queue.submit(new_record(str(number), float(number), 1))
         for number in range(2, 9):
             with pytest.raises(AdmissionError):
-                queue.submit(RequestRecord(str(number), float(number), 1))
+                queue.submit(new_record(str(number), float(number), 1))
 
 
 def test_several_that_come_together_count_together() -> None:
     """Of fair shares: else their client would have more than who came before."""
     queue = Queue("fair", 4, None)
     for number in range(4):
-        queue.submit(RequestRecord(str(number), 1.0, 1, client="a"))
-    several = [RequestRecord(f"b{number}", 2.0, 1, client="b") for number in range(3)]
+        queue.submit(new_record(str(number), 1.0, 1, client="a"))
+    several = [new_record(f"b{number}", 2.0, 1, client="b") for number in range(3)]
     with pytest.raises(AdmissionError):
         queue.submit(*several)
     # A third one would leave the first client one place: these two have as many as it.
     assert len(queue.submit(*several[:2])) == 2
     queue.end_replaced()
-    assert Counter(record.client for record in queue.kept) == {"a": 2, "b": 2}
+    assert Counter(record.scheduling.client for record in queue.kept) == {"a": 2, "b": 2}
 
 
 def test_requests_that_have_left_the_queue_are_forgotten() -> None:
     queue = Queue("priority", 4, None)
     for number in range(2000):
-        record = RequestRecord(str(number), float(number), 1, priority=number % 3)
+        record = new_record(str(number), float(number), 1, priority=number % 3)
         queue.submit(record)
         record.scheduled = 1.0
         queue.there.remove(record)
@@ -222,12 +224,12 @@ def test_requests_being_read_do_not_keep_out_one_that_comes_before_a_waiting_one
     """How urgent they are is not known; they are counted when they are submitted."""
     for name in POLICIES:
         queue = Queue(name, 4, None)
-        urgent = RequestRecord(
+        urgent = new_record(
             "urgent", 5.0, 1, priority=-1, client="b", target=LatencyTarget(ttft=0.1)
         )
-        assert queue.admission.would_replace(urgent) is (name != "fcfs")  # nobody waits
+        assert queue.admission.would_replace(urgent) is POLICIES[name].replaces  # nobody waits
         for number in range(4):
-            queue.submit(RequestRecord(str(number), 4.0, 1, client="a"))
-        again = RequestRecord("again", 5.0, 1, client="a")
-        assert queue.admission.would_replace(urgent) is (name != "fcfs")
+            queue.submit(new_record(str(number), 4.0, 1, client="a"))
+        again = new_record("again", 5.0, 1, client="a")
+        assert queue.admission.would_replace(urgent) is POLICIES[name].replaces
         assert not queue.admission.would_replace(again)

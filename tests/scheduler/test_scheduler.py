@@ -9,7 +9,7 @@ from engine.test_engine import fail_once, request, run
 from octavo.engine.engine import Engine, Step
 from octavo.sampling.params import InvalidParameter
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.request import AdmissionError, FinishReason, Outcome
+from octavo.scheduler.request import AdmissionError, FinishReason, Outcome, SchedulingParams
 from octavo.scheduler.sequence import Status
 
 
@@ -246,7 +246,7 @@ def test_without_max_tokens_a_request_may_fill_the_context() -> None:
 def test_priorities_are_refused_and_not_ignored() -> None:
     engine = build()
     urgent = request("a", [1])
-    urgent.priority = 1
+    urgent.scheduling = SchedulingParams(priority=1)
     with pytest.raises(InvalidParameter, match="priority"):
         engine.add_request(urgent)
 

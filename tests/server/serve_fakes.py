@@ -16,13 +16,7 @@ from octavo.engine.stats import EngineStats
 from octavo.engine.stream import EngineDead
 from octavo.loader.base import ChatTemplateError
 from octavo.scheduler.admission import Forecast
-from octavo.scheduler.request import (
-    AdmissionError,
-    FinishReason,
-    Outcome,
-    Request,
-    RequestRecord,
-)
+from octavo.scheduler.request import AdmissionError, FinishReason, Outcome, Request, RequestRecord
 from octavo.server.model import ServedModel
 
 BOS, EOS = 256, 257
@@ -103,9 +97,7 @@ class FakeStream(AsyncIterator[Delta]):
             prompt_tokens=len(request.prompt_token_ids),
             n=request.params.n,
             max_tokens=request.params.max_tokens,
-            client=request.client,
-            priority=request.priority,
-            target=request.target,
+            scheduling=request.scheduling,
         )
         self.queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
         self._engine = engine

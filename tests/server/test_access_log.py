@@ -18,6 +18,7 @@ from octavo.scheduler.request import FinishReason, LatencyTarget, Outcome, Reque
 from octavo.server.access_log import of_records
 from octavo.server.logs import JsonFormatter
 from patience import Leave, until
+from scheduling import new_record
 
 
 @contextmanager
@@ -116,7 +117,7 @@ def record(**changes: Any) -> RequestRecord:
         "pauses": 2,
         "finish_reasons": [FinishReason.STOP, FinishReason.LENGTH],
     }  # fmt: skip
-    return RequestRecord("id", **(facts | changes))
+    return new_record("id", **(facts | changes))
 
 
 def test_the_facts_of_a_request() -> None:

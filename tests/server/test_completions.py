@@ -456,7 +456,7 @@ async def test_parameters_reach_the_engine(client: httpx.AsyncClient, engine: Fa
     assert {name: list(getattr(request.params, name)) for name in lists} == lists
     assert request.params.stop == ("x", "y")
     assert request.params.logit_bias == {42: 1.5}
-    assert (request.priority, request.cache_salt) == (-3, "mine")
+    assert (request.scheduling.priority, request.scheduling.cache_salt) == (-3, "mine")
 
 
 async def test_default_max_tokens_gives_way_to_the_context(

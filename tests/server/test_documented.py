@@ -51,6 +51,24 @@ def test_every_route_is_in_the_documentation() -> None:
         assert f"`{shown}`" in table or f"`{route.method} {shown}`" in table or not route.summary
 
 
+def test_every_request_field_is_in_the_documentation() -> None:
+    said = (
+        (DOCS / "serving.md")
+        .read_text()
+        .partition("\nRequest fields:\n")[2]
+        .partition("\n\nEach")[0]
+    )
+    for request in filter(None, (route.request for route in ROUTES)):
+        missing = [name for name in request.__struct_fields__ if f"`{name}`" not in said]
+        assert not missing, request.__name__
+
+
+@pytest.mark.parametrize("page", ["scheduling.md", "serving.md", "overload.md"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_table_of_policies_has_each(page: str, policy: str) -> None:
+    assert f"\n| `{policy}` " in (DOCS / page).read_text()
+
+
 def test_there_are_some() -> None:
     assert len(KEY_FILES) >= 2
 

@@ -13,27 +13,24 @@ from serving import PacedExecutor, listening, real_engine, served_model, serving
 
 from faults import patch
 from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.snapshot import EngineSnapshot, PoolSnapshot, RequestSnapshot, snapshot
+from octavo.engine.snapshot import EngineSnapshot, PoolSnapshot, snapshot
 from octavo.engine.stream import EngineDead
 from octavo.sampling.params import SamplingParams
-from octavo.scheduler.request import LatencyTarget, Request
+from octavo.scheduler.request import LatencyTarget, Request, RequestSnapshot, SchedulingParams
 from octavo.server.app import App
 from octavo.server.config import ServeConfig
 from patience import Leave, until
+from scheduling import SAMPLES
 
-EXPECTED = {  # who is let in when, of twelve that wait
-    "fcfs": range(12),
-    "priority": (2, 5, 8, 11, 1, 4, 7, 10, 0, 3, 6, 9),
-    "fair": (0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11),
-    "deadline": (11, 9, 7, 5, 3, 1, 0, 2, 4, 6, 8, 10),
-}
 SECRET = "nobody else may read this"
 
 
 def request(name: str, prompt: int = 8, tokens: int = 400, **more: Any) -> Request:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, n=more.pop("n", 1), seed=1)
     ids = [(index * 7 + len(name)) % 200 for index in range(prompt)]
-    return Request(request_id=name, prompt_token_ids=ids, params=params, **more)
+    return Request(
+        request_id=name, prompt_token_ids=ids, params=params, scheduling=SchedulingParams(**more)
+    )
 
 
 @asynccontextmanager
@@ -162,21 +159,15 @@ def test_listing_is_bounded_whatever_waits() -> None:
     assert snapshot(engine, 0).unlisted == 2000
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline"])
+@pytest.mark.parametrize("policy", SAMPLES)
 def test_who_is_next_comes_next_under_every_policy(policy: Any) -> None:
     engine, _ = manual(max_num_seqs=1, scheduling_policy=policy)
     engine.add_request(request("runs", tokens=3))
     engine.step()
     for number in range(12):
-        terms: dict[str, Any] = {
-            "fcfs": {},
-            "priority": {"priority": -(number % 3)},
-            "fair": {"client": "abc"[number // 4]},
-            "deadline": {"target": LatencyTarget(ttft=50.0 - number)} if number % 2 else {},
-        }[policy]
-        engine.add_request(request(f"w{number}", 4, tokens=1, **terms))
+        engine.add_request(request(f"w{number}", 4, tokens=1, **SAMPLES[policy].terms(number)))
     waiting = [row.id for row in snapshot(engine, 13).requests[1:]]
-    assert waiting == [f"w{number}" for number in EXPECTED[policy]]
+    assert waiting == [f"w{number}" for number in SAMPLES[policy].order]
     ended: list[str] = []
     while engine.has_work():
         ended += [delta.request_id for delta in engine.step() if delta.record is not None]

@@ -192,7 +192,7 @@ async def test_who_asks(make_client: MakeClient, engine: FakeEngine) -> None:
         )
         assert response.status_code == 200
         assert "x-ratelimit-limit-requests" not in response.headers  # it has no quota
-    assert [request.client for request in engine.submitted] == ["key-1", "chat"]
+    assert [request.scheduling.client for request in engine.submitted] == ["key-1", "chat"]
     for headers in ({}, bearer("chat"), {"authorization": SECRET}, bearer("")):
         assert (await client.get("/v1/models", headers=headers)).status_code == 401
 
@@ -233,7 +233,7 @@ async def test_priority_is_a_default_and_a_bound(
     assert refused.json()["error"]["param"] == "priority"
     assert refused.json()["error"]["type"] == "PermissionDeniedError"
     assert (await ask("free", priority=-3)).status_code == 200
-    assert [request.priority for request in engine.submitted] == [5, 9, -3]
+    assert [request.scheduling.priority for request in engine.submitted] == [5, 9, -3]
 
 
 async def test_targets_come_from_request_key_and_server(
@@ -252,14 +252,14 @@ async def test_targets_come_from_request_key_and_server(
         body = {"prompt": "a", "max_tokens": 1} | body
         response = await client.post("/v1/completions", json=body, headers=bearer(name))
         assert response.status_code == 200
-    assert [request.target for request in engine.submitted] == [
+    assert [request.scheduling.target for request in engine.submitted] == [
         (1.0, 0.1, None),
         (0.2, 0.1, None),
         (0.05, 0.1, 3.0),
         (1.0, 0.1, None),
     ]
     await make_client().post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
-    assert engine.submitted[-1].target is None
+    assert engine.submitted[-1].scheduling.target is None
 
 
 @pytest.mark.parametrize(

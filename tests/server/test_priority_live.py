@@ -22,7 +22,7 @@ class Sees:
         self.ended: list[RequestRecord] = []
 
     def on_step(self, step: Step) -> None:
-        there = [seq.owner.priority for seq in step.scheduled.sequences]
+        there = [seq.owner.scheduling.priority for seq in step.scheduled.sequences]
         self.steps.append((step.started, there))
 
     def on_end(self, record: RequestRecord) -> None:
@@ -57,7 +57,7 @@ async def test_at_the_full_limit_a_priority_request_starts_in_the_next_step() ->
                 await ask(client, 9, priority=URGENT, max_tokens=4)
                 assert not any(task.done() for task in bulk)
             texts = await asyncio.gather(*bulk)
-            urgent = next(record for record in sees.ended if record.priority == URGENT)
+            urgent = next(record for record in sees.ended if record.scheduling.priority == URGENT)
             alone = [await ask(client, index, priority=BULK, max_tokens=100) for index in range(5)]
     began = [there for started_, there in sees.steps if started_ >= urgent.arrival]
     # It may have come while a step that it could not be in was about to begin.
@@ -122,7 +122,8 @@ async def test_a_full_queue_gives_the_least_urgent_place_to_who_is_more_urgent(
     replaced = _replaced(sees)
     assert len(replaced) == 2
     for record in replaced:
-        assert (record.priority, record.scheduled, record.completion_tokens) == (BULK, None, 0)
+        assert record.scheduling.priority == BULK
+        assert (record.scheduled, record.completion_tokens) == (None, 0)
         assert "taken its place" in (record.error or "")
     counted = re.search(r'admission_rejections_total{.*reason="replaced"} (\S+)', text)
     assert counted

@@ -238,7 +238,7 @@ async def test_docs(make_client: Any) -> None:
     fields = schemas["ChatRequest"]["properties"]
     page = (await client.get("/docs")).text
     assert "<script" not in page
-    for name in (*fields, *LABELS, *NEUTRAL_CHAT):
+    for name in (*fields, *LABELS, *NEUTRAL_CHAT, "limit (query)"):
         assert name in page
     closed = make_client(docs=False)
     assert (await closed.get("/docs")).status_code == 404

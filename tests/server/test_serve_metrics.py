@@ -22,6 +22,7 @@ from octavo.server.metrics.request_metrics import REJECTIONS
 from octavo.server.metrics.slo_metrics import SloMetrics, class_of
 from octavo.server.streaming import MergedStream
 from paths import ROOT
+from scheduling import new_record
 
 TARGET = LatencyTarget(ttft=1.0, tpot=0.1, e2el=5.0)
 CLASS = "ttft:1000 tpot:100 e2el:5000"
@@ -34,7 +35,7 @@ def record(**changes: Any) -> RequestRecord:
         "first_token": 101.0, "last_token": 102.0, "finished": 102.0,
         "outcome": Outcome.FINISHED, "finish_reasons": [FinishReason.STOP], "target": TARGET,
     }  # fmt: skip
-    return RequestRecord("id", **(facts | changes))
+    return new_record("id", **(facts | changes))
 
 
 def test_a_scrape_reads_its_source_once() -> None:

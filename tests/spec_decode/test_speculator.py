@@ -11,6 +11,7 @@ import pytest
 
 from faults import patch
 from octavo.executor.base import StepResult
+from octavo.scheduler.request import SchedulingParams
 from octavo.scheduler.sequence import Sequence as Seq
 from octavo.spec_decode.drafter import NO_DRAFT, Draft, ModelDrafter
 from octavo.spec_decode.ngram import NgramDrafter
@@ -38,7 +39,7 @@ class Fixed(NgramDrafter):
 
 
 def sequence() -> Seq:
-    owner = SimpleNamespace(cache_salt=None, prompt_tokens=3)
+    owner = SimpleNamespace(scheduling=SchedulingParams(), prompt_tokens=3)
     return Seq(cast(Any, owner), 0, (0, 0), array("i", [1, 2, 3]), 23)
 
 
@@ -158,7 +159,7 @@ def drafting(paid: float, steps: int = 600) -> tuple[int, list[bool]]:
 
     speculator = Speculator(Busy(Draft([1])), VOCAB, now=lambda: clock[0])
     patch(speculator, _gains=lambda seq, draft: [0.9])  # a wrong estimate
-    owner = SimpleNamespace(cache_salt=None, prompt_tokens=3)
+    owner = SimpleNamespace(scheduling=SchedulingParams(), prompt_tokens=3)
     seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1, 2, 3]), 9999)
     for step in range(steps):
         before = clock[0]
@@ -341,7 +342,7 @@ def test_where_the_model_does_not_pay_drafts_are_still_found(found: Draft) -> No
 
     model, lookup = Slow(Draft([1, 2])), Quick(found)
     speculator = both(model, lookup, None, now=lambda: clock[0])
-    owner = SimpleNamespace(cache_salt=None, prompt_tokens=3)
+    owner = SimpleNamespace(scheduling=SchedulingParams(), prompt_tokens=3)
     seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1, 2, 3]), 9999)
     drafted = 0
     for _ in range(600):

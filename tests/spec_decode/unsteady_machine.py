@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from octavo.executor.base import StepResult
+from octavo.scheduler.request import SchedulingParams
 from octavo.scheduler.sequence import Sequence as Seq
 from octavo.spec_decode.drafter import NO_DRAFT, Draft, ModelDrafter
 from octavo.spec_decode.speculator import Speculator
@@ -256,7 +257,7 @@ def run(
         chunk = 0
         joining: list[Seq] = []
         while len(decoding) + len(joining) < batch and started < answers:
-            owner = SimpleNamespace(cache_salt=None, prompt_tokens=PROMPT)
+            owner = SimpleNamespace(scheduling=SchedulingParams(), prompt_tokens=PROMPT)
             most = length if started >= batch else length * (started + 1) // batch + 2
             order = (started, 0)
             joining.append(Seq(cast(Any, owner), 0, order, array("i", [1] * PROMPT), PROMPT + most))

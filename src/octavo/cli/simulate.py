@@ -286,14 +286,11 @@ def without_effect(classes: Sequence[LoadClass], policy: str) -> list[str]:
     """The notice of what classes have that the policy does not go by, so that one load can be
     put under several.
     """
-    ordered = {
-        "priority": any(each.priority for each in classes),
-        "weight": any(each.weight != 1 for each in classes),
-    }
     return [
         f"--class: {name} has no effect under --scheduling-policy {policy}"
-        for name, given in ordered.items()
-        if given and policy not in field_users(name)
+        for name, default in (("priority", 0), ("weight", 1.0))
+        if policy not in field_users(name)
+        and any(getattr(each, name) != default for each in classes)
     ]
 
 

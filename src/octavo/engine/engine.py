@@ -25,13 +25,7 @@ from octavo.loader.base import Tokenizer
 from octavo.sampling.params import InvalidParameter, SamplingParams
 from octavo.sampling.sampler import Sampler
 from octavo.scheduler.batching import Scheduled
-from octavo.scheduler.request import (
-    AdmissionError,
-    FinishReason,
-    Outcome,
-    Request,
-    RequestRecord,
-)
+from octavo.scheduler.request import AdmissionError, FinishReason, Outcome, Request, RequestRecord
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.sequence import Sequence
 from octavo.spec_decode.speculator import Speculator
@@ -122,11 +116,10 @@ class Engine:
 
         This reads only what does not change, so any thread may call it.
         """
-        policy = self.scheduler.policy
-        if request.priority != 0 and "priority" not in policy.request_fields:
+        policy, priority = self.scheduler.policy, request.scheduling.priority
+        if priority != 0 and "priority" not in policy.request_fields:
             raise InvalidParameter(
-                "priority",
-                f"priority {request.priority} has no effect under the policy {policy.name}",
+                "priority", f"priority {priority} has no effect under the policy {policy.name}"
             )
         params = request.params.validated(self.vocab_size, self.max_logprobs)
         if params.seed is None:
@@ -189,11 +182,7 @@ class Engine:
             len(request.prompt_token_ids),
             request.params.n,
             request.params.max_tokens,
-            client=request.client,
-            priority=request.priority,
-            weight=request.weight,
-            target=request.target,
-            cache_salt=request.cache_salt,
+            scheduling=request.scheduling,
             params=request.params,
         )
 

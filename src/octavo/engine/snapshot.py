@@ -9,38 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
-from octavo.scheduler.request import standing
+from octavo.scheduler.request import RequestSnapshot, SchedulingParams, State, standing
 from octavo.scheduler.sequence import Status
 
 if TYPE_CHECKING:  # readers of a snapshot need no engine
     from octavo.engine.engine import Engine
     from octavo.scheduler.request import RequestRecord
 
-State = Literal["waiting", "prefill", "decode", "paused"]
-
-
-@dataclass(slots=True)  # not frozen, for then each field would cost a call
-class RequestSnapshot:
-    """Times are in seconds. The furthest of a request's n sequences gives the state."""
-
-    id: str
-    client: str  # the name of the key it came with
-    priority: int
-    state: State
-    n: int
-    prompt_tokens: int
-    prompt_tokens_done: int  # in the pool: all that was found, or computed
-    cached_tokens: int  # found in the prefix cache when it was first scheduled
-    output_tokens: int  # over all n
-    max_tokens: int  # output tokens of each sequence, at most
-    age: float  # since its arrival
-    queue_time: float | None  # arrival to first scheduling
-    ttft: float | None  # arrival to first token
-    tokens_per_second: float | None  # since the first token
-    preemptions: int
-    on_target: bool | None  # whether it has kept its target so far; None: it has none
+# What a snapshot shows of a request as it was submitted
+_SHOWN = SchedulingParams.__dataclass_fields__.keys() & RequestSnapshot.__dataclass_fields__
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +114,9 @@ def _request(engine: Engine, record: RequestRecord, now: float) -> RequestSnapsh
             shown, done = "prefill", 0
             if not kv.num_to_load(seq.slot):
                 done = int(kv.num_tokens[seq.slot])
+    scheduling: dict[str, Any] = {name: getattr(record.scheduling, name) for name in _SHOWN}
     return RequestSnapshot(
         id=record.request_id,
-        client=record.client,
-        priority=record.priority,
         state=shown,
         n=record.n,
         prompt_tokens=record.prompt_tokens,
@@ -152,6 +130,7 @@ def _request(engine: Engine, record: RequestRecord, now: float) -> RequestSnapsh
         tokens_per_second=record.n / record.tpot if record.tpot > 0 else None,
         preemptions=record.preemptions,
         on_target=None if stands is None else stands != "missed",
+        **scheduling,
     )
 
 

@@ -90,8 +90,8 @@ class WaitTimePredictor:
         steps = 0.0
         needed = running + waiting + 1 - slots  # ends, before it has a slot
         if needed > 0:
-            rounds, place = divmod(needed - 1, slots)
-            end = ends[place] if place < running else expected
+            rounds, ended = divmod(needed - 1, slots)
+            end = ends[ended] if ended < running else expected
             steps = (end + rounds * expected) / self._run
         each, sequence, token = self._step_times.linear
         of_decodes = each + sequence * min(slots, running + waiting)
@@ -123,8 +123,9 @@ class WaitTimePredictor:
         if of_all and self._seen is not None and self._seen[0] == now:
             return self._seen[1]
         if asks is not None and not of_all:  # less urgent sequences will be preempted
-            decoding = [seq for seq in decoding if seq.owner.priority <= asks.priority]
-            prefilling = [seq for seq in prefilling if seq.owner.priority <= asks.priority]
+            least = asks.scheduling.priority
+            decoding = [seq for seq in decoding if seq.owner.scheduling.priority <= least]
+            prefilling = [seq for seq in prefilling if seq.owner.scheduling.priority <= least]
         computed = scheduler.kv.num_tokens
         running = (
             sorted(_to_come(seq, expected) for seq in (*decoding, *prefilling)),

@@ -75,7 +75,8 @@ class Admission:
         self._policy = scheduler.policy
         self._lock = threading.Lock()
         # Guarded by the lock:
-        self._queued: list[RequestRecord] = []  # those that wait, by `Policy.place`, and a few more
+        # Those that wait, by `Policy.replacement_key`, and a few more
+        self._queued: list[RequestRecord] = []
         self._num_alive = 0  # of these, when they were last counted
         self._leaving: list[RequestRecord] = []  # replaced, but still in the queue
 
@@ -213,7 +214,7 @@ class Admission:
         with self._lock:
             self._leaving += replaced
             for record in records:
-                insort(self._queued, record, key=self._policy.place)
+                insort(self._queued, record, key=self._policy.replacement_key)
             if len(self._queued) > 2 * self._num_alive + _FEW:
                 self._queued = [each for each in self._queued if each.is_waiting]
                 self._num_alive = len(self._queued)
@@ -233,7 +234,7 @@ class Admission:
         longest = scheduler.config.max_queue_time
         if not asks or forecaster is None:
             return
-        target = asks[-1].target if self.within_target else None
+        target = asks[-1].scheduling.target if self.within_target else None
         if longest is None and target is None:
             return
         # An idle engine takes any request: waiting makes nothing better, and step times are only

@@ -107,7 +107,7 @@ class WaitingQueue:
             return
         seq.sought = True
         if not seq.owner.scores_prompt:
-            seq.prefetch = self._kv.prefetch(seq.token_ids, seq.owner.cache_salt, now)
+            seq.prefetch = self._kv.prefetch(seq.token_ids, seq.owner.scheduling.cache_salt, now)
 
     def end_prefetch(self, seq: Sequence) -> None:
         """Let what was read for it be evicted again."""

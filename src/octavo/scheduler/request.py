@@ -95,6 +95,47 @@ class LatencyTarget(NamedTuple):
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingParams:
+    """Whose request it is and how it is to be scheduled, as `SamplingParams` say how its tokens are
+    drawn. The server fills each field from the request's field of the same name, if there is one,
+    and ``GET /requests`` shows those that `RequestSnapshot` has.
+    """
+
+    client: str = ""  # the name of an API key; fair shares and quotas are per client
+    priority: int = 0  # lower runs first, as in vLLM
+    weight: float = 1.0  # the client's share under the fair policy, relative to the others'
+    target: LatencyTarget | None = None
+    cache_salt: str | None = field(default=None, repr=False)
+
+
+State = Literal["waiting", "prefill", "decode", "paused"]
+
+
+@dataclass(slots=True)  # not frozen, for then each field would cost a call
+class RequestSnapshot:
+    """What operators are shown of a request (engine/snapshot.py). Times are in seconds. The
+    furthest of a request's n sequences gives the state.
+    """
+
+    id: str  # the engine's `request_id`
+    client: str
+    priority: int
+    state: State
+    n: int
+    prompt_tokens: int
+    prompt_tokens_done: int  # in the pool: all that was found, or computed
+    cached_tokens: int  # found in the prefix cache when it was first scheduled
+    output_tokens: int  # over all n: what usage and log call completion_tokens
+    max_tokens: int  # output tokens of each sequence, at most
+    age: float  # since its arrival
+    queue_time: float | None  # arrival to first scheduling
+    ttft: float | None  # arrival to first token
+    tokens_per_second: float | None  # since the first token
+    preemptions: int
+    on_target: bool | None  # whether it has kept its target so far; None: it has none
+
+
 @dataclass(slots=True, eq=False)
 class RequestRecord:
     """The one state object of a request, from its arrival to its end. The scheduler works on it,
@@ -103,7 +144,7 @@ class RequestRecord:
 
     request_id: str
     arrival: float
-    prompt_tokens: int
+    prompt_tokens: int  # 0 before it is tokenized: of a newcomer that asks for a place
     n: int = 1
     max_tokens: int | None = None  # of each sequence, as asked; once admitted, the actual limit
     cached_tokens: int = 0  # of the prompt, in the prefix cache when its computation began
@@ -119,11 +160,7 @@ class RequestRecord:
     outcome: Outcome | None = None
     finish_reasons: list[FinishReason | None] = field(default_factory=list)  # one per sequence
     error: str | None = None
-    client: str = ""  # as in `Request`, like the next five
-    priority: int = 0
-    weight: float = 1.0
-    target: LatencyTarget | None = None
-    cache_salt: str | None = field(default=None, repr=False)
+    scheduling: SchedulingParams = SchedulingParams()
     params: SamplingParams = field(default_factory=SamplingParams, repr=False)
     # What the scheduler keeps from admission to the end:
     sequences: list[Sequence] = field(default_factory=list, repr=False)
@@ -160,7 +197,7 @@ class RequestRecord:
     @property
     def first_token_due(self) -> float | None:
         """Clock seconds at which the target wants the first token; None if it has no deadline."""
-        target = self.target or LatencyTarget()
+        target = self.scheduling.target or LatencyTarget()
         limits = [limit for limit in (target.ttft, target.e2el) if limit is not None]
         return self.arrival + min(limits) if limits else None
 
@@ -168,7 +205,7 @@ class RequestRecord:
         """Return whether the target is missed even if the next token comes now. ``tpot`` is a
         mean, so a request that is behind in it can still catch up.
         """
-        target = self.target
+        target = self.scheduling.target
         if target is None:
             return False
         first = now if self.first_token is None else self.first_token
@@ -189,7 +226,7 @@ def standing(record: RequestRecord, now: float) -> Standing | None:
     count against the server, if the client left while the target was still kept: a client that
     leaves later may have left because of the delay.
     """
-    target, outcome = record.target, record.outcome
+    target, outcome = record.scheduling.target, record.outcome
     if target is None or not any(limit is not None for limit in target):
         return None
     if outcome is Outcome.REJECTED:
@@ -209,9 +246,5 @@ class Request:
     request_id: str
     prompt_token_ids: Items[int]
     params: SamplingParams
-    priority: int = 0  # lower runs first, as in vLLM
-    cache_salt: str | None = None
-    client: str = ""  # who asks: the name of an API key; fair shares and quotas are per client
-    weight: float = 1.0  # the client's share under the fair policy, relative to the others'
-    target: LatencyTarget | None = None
+    scheduling: SchedulingParams = SchedulingParams()
     begun: bytes = b""  # of a character at the prompt's end, which the answer's text completes

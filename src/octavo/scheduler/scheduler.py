@@ -388,7 +388,7 @@ class Scheduler:
     def _lookup(self, seq: Sequence) -> Hit:
         if seq.owner.scores_prompt:
             return NO_HIT
-        return self.kv.lookup(seq.token_ids, seq.owner.cache_salt)
+        return self.kv.lookup(seq.token_ids, seq.owner.scheduling.cache_salt)
 
     def _fits(self, seq: Sequence, hit: Hit, leaving: Items[Sequence] = ()) -> bool:
         """Return whether there are blocks for a sequence beside those that run, without those
@@ -414,7 +414,7 @@ class Scheduler:
         self.waiting.remove(seq)
         # If steps have a target, what is in another tier is loaded as they have time for it.
         at_once = self.config.itl_target is None
-        seq.slot = self.kv.open(hit, seq.owner.cache_salt, at_once=at_once)
+        seq.slot = self.kv.open(hit, seq.owner.scheduling.cache_salt, at_once=at_once)
         self.waiting.end_prefetch(seq)
         seq.sought = True  # from now on what it has is in the pool
         if self.config.memory == "reserve":
@@ -489,7 +489,7 @@ class Scheduler:
         missing = len(seq.token_ids)
         left = self.config.max_num_batched_tokens - len(self.decoding)
         if not self._free_slots:
-            left += self._victim().status is Status.DECODING  # it takes this one's place
+            left += self._victim().status is Status.DECODING  # it takes this one's slot
         for other in self.prefilling:
             if not self.policy.may_preempt(seq, other):
                 ahead = self._missing(other)

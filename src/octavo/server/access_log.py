@@ -64,7 +64,7 @@ def of_records(records: list[RequestRecord], now: float) -> Facts:
     reasons = [reason.value if reason else None for r in records for reason in r.finish_reasons]
     tpots = [record.tpot for record in records if record.tpot]
     return {
-        "priority": records[0].priority,
+        "priority": records[0].scheduling.priority,
         "prompt_tokens": sum(record.prompt_tokens for record in records),
         "cached_tokens": sum(record.cached_tokens for record in records),
         "completion_tokens": sum(record.completion_tokens for record in records),

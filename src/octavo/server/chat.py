@@ -46,7 +46,7 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Reply:
     if request.continue_final_message:
         reply.role = str(request.messages[-1]["role"])
     request.messages = []  # the prompt has them now
-    reply.add_request(reply.id, prompt, params)
+    reply.add_request(reply.answer.id, prompt, params)
     reply.aliases = {
         "prompt": "messages", "logprobs": "top_logprobs", "max_tokens": max_tokens_name
     }  # fmt: skip
@@ -91,7 +91,7 @@ class ChatReply(Reply):
             choice["token_ids"] = delta.token_ids
         return json.encode(choice)
 
-    def whole_answer(self, outputs: list[Delta], **facts: Any) -> ChatCompletion:
+    def whole_answer(self, outputs: list[Delta], **members: Any) -> ChatCompletion:
         choices, show = [], self.display.chat_logprobs
         for index, output in enumerate(outputs):
             choice = ChatChoice(
@@ -104,7 +104,7 @@ class ChatReply(Reply):
             if self.request.return_token_ids:
                 choice.token_ids = output.token_ids
             choices.append(choice)
-        answer = ChatCompletion(choices=choices, **facts)
+        answer = ChatCompletion(choices=choices, **members)
         if self.request.return_token_ids:
             answer.prompt_token_ids = self.prompts[0].token_ids.tolist()
         for output in outputs:  # one of them has the prompt's

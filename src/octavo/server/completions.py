@@ -57,7 +57,8 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Reply:
             most = min(_DEFAULT_MAX_TOKENS, model.sampling_defaults.get("max_tokens", inf))
             max_tokens = model.fitting(int(most), len(prompt.token_ids))
         own = replace(params, max_tokens=max_tokens)
-        reply.add_request(f"{reply.id}-{index}", prompt, own, reply.prompt_ends.get(index, b""))
+        begun = reply.prompt_ends.get(index, b"")
+        reply.add_request(f"{reply.answer.id}-{index}", prompt, own, begun)
     return reply
 
 
@@ -93,11 +94,11 @@ class CompletionReply(Reply):
     def full_choice(self, index: int, delta: Delta) -> bytes:
         return json.encode(self._choice(index, delta, first=False))
 
-    def whole_answer(self, outputs: list[Delta], **facts: Any) -> Completion:
+    def whole_answer(self, outputs: list[Delta], **members: Any) -> Completion:
         for index, output in enumerate(outputs):
             self._note_prompt_logprobs(index, output)
         choices = [self._choice(index, each, first=True) for index, each in enumerate(outputs)]
-        return Completion(choices=choices, **facts)
+        return Completion(choices=choices, **members)
 
     def _note_prompt_logprobs(self, index: int, output: Delta) -> None:
         """Keep what comes once a prompt, with its first delta, and belongs to all its choices."""

@@ -117,12 +117,16 @@ def page(document: dict[str, Any]) -> bytes:
                 f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>"
                 f"<p>{html.escape(operation['summary'])}</p>"
             )
-            body = operation.get("requestBody")
-            if body:
+            parameters = operation.get("parameters", ())
+            rows = {f"{each['name']} ({each['in']})": each["schema"] for each in parameters}
+            required: list[str] = []
+            if body := operation.get("requestBody"):
                 name = body["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
                 required = schemas[name].get("required", [])
+                rows |= schemas[name]["properties"]
+            if rows:
                 parts.append("<details open><summary>Fields</summary><table>")
-                for field, schema in schemas[name]["properties"].items():
+                for field, schema in rows.items():
                     needed = "required" if field in required else ""
                     parts.append(
                         f"<tr><td><code>{html.escape(field)}</code><td>"

@@ -11,6 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,12 @@ from starlette.types import Receive, Send
 from octavo.engine.outputs import Delta
 from octavo.engine.stream import EngineDead, Stream, joined
 from octavo.sampling.params import InvalidParameter
-from octavo.scheduler.request import AdmissionError, FinishReason, LatencyTarget, RequestRecord
+from octavo.scheduler.request import AdmissionError, FinishReason, RequestRecord, SchedulingParams
 from octavo.server.config import ServeConfig
 from octavo.server.context import RequestContext
 from octavo.server.errors import ApiError, ClientGone, as_api_error, draining, too_many
 from octavo.server.model import ServedModel
-from octavo.server.protocol import RequestSlo
+from octavo.server.protocol import GenerateRequest, scheduling_params
 from octavo.server.reply import Reply, size
 from octavo.server.streaming import MergedStream, Writer, send_whole
 from octavo.server.workers import SMALL, DisconnectWatch, Kind, work_on
@@ -73,7 +74,7 @@ class GenerateCall:
         reply, refused = await self._read(kind)
         watch = DisconnectWatch(self._receive, self._abort)
         try:
-            context.answer_id, context.asked = reply.id, reply.request
+            context.answer_id, context.asked = reply.answer.id, reply.request
             context.model = reply.model.name
             if context.charge is not None and refused is None:
                 context.charge.prompts([len(each.prompt_token_ids) for each in reply.requests])
@@ -109,40 +110,35 @@ class GenerateCall:
         priorities = [int(found) for found in _PRIORITY.findall(body)]
         if not priorities and b'"priority"' in body:
             return None
-        outline = RequestRecord("", time.monotonic(), 0, target=self._target(None))
-        if (key := self._key) is not None:
-            outline.client, outline.weight, outline.priority = key.name, key.weight, key.priority
-        outline.priority = min([outline.priority, *priorities])
-        return outline
+        asked = self._scheduling(GenerateRequest())
+        asked = replace(asked, priority=min([asked.priority, *priorities]))
+        return RequestRecord("", time.monotonic(), 0, scheduling=asked)
 
     def _checked(self, body: bytes) -> tuple[Reply, ApiError | ValueError | None]:
         """Return the request, and why it can never be answered, if so. Runs in a worker thread."""
         reply = self._prepare(self._app.model, self._app.config, body)
         try:
-            self._on_terms(reply)
+            scheduling = self._scheduling(reply.request)
+            for request in reply.requests:
+                request.scheduling = scheduling
             reply.requests = [self._engine.check(request) for request in reply.requests]
         except (ApiError, InvalidParameter, AdmissionError) as error:
             # Its traceback has the frame of the worker, who has what is returned.
             return reply, error.with_traceback(None)
         return reply, None
 
-    def _on_terms(self, reply: Reply) -> None:
-        """Give the requests their client, priority, cache salt and latency target."""
-        key, target = self._key, self._target(reply.request.slo)
-        for request in reply.requests:
-            request.target = target
-            if key is not None:
-                request.client = key.name
-                request.weight = key.weight
-                request.priority = key.priority_of(reply.request.priority)
-                request.cache_salt = key.salted(request.cache_salt)
-
-    def _target(self, asked: RequestSlo | None) -> LatencyTarget | None:
-        """Return what the request, its key and the server promise, in this order."""
-        return LatencyTarget.first_of(
-            None if asked is None else asked.target(),
-            None if self._key is None else self._key.target,
-            self._app.config.slo,
+    def _scheduling(self, request: GenerateRequest) -> SchedulingParams:
+        """Return what the request, its key and the server say, in this order."""
+        key = self._key
+        if key is None:
+            return scheduling_params(request, self._app.config.slo)
+        asked = scheduling_params(request, key.target, self._app.config.slo)
+        return replace(
+            asked,
+            client=key.name,
+            weight=key.weight,
+            priority=key.priority_of(request.priority),
+            cache_salt=key.salted(asked.cache_salt),
         )
 
     def _submit(self, reply: Reply, refused: ApiError | ValueError | None) -> None:

@@ -27,7 +27,7 @@ from octavo.sampling.params import (
     SamplingParams,
     parameters,
 )
-from octavo.scheduler.request import LatencyTarget, RequestRecord
+from octavo.scheduler.request import LatencyTarget, RequestRecord, SchedulingParams
 from octavo.server.body import convert, decode_object
 from octavo.server.counting import check_counts
 from octavo.server.errors import ApiError
@@ -309,11 +309,17 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct, kw_only=True):
+class GenerateAnswer(msgspec.Struct, kw_only=True):
+    """What every answer has, and every chunk of a streamed one."""
+
     id: str
-    object: Literal["text_completion"] = "text_completion"
+    object: str
     created: int
     model: str
+
+
+class Completion(GenerateAnswer, kw_only=True):
+    object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -333,11 +339,8 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    id: str
+class ChatCompletion(GenerateAnswer, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -374,7 +377,7 @@ class Version(msgspec.Struct):
     version: str
 
 
-class RequestList(msgspec.Struct):
+class ServerStatus(msgspec.Struct):
     model: str
     version: str
     draining: bool
@@ -490,7 +493,7 @@ _SAMPLING = tuple(name for name in parameters() if name not in ("max_tokens", "l
 _TOKEN_LISTS = ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids")
 # Entries of such lists, over all choices: each sequence keeps its own, and a short body can ask for
 # a whole vocabulary in a thousand choices.
-_MOST_LISTED = 1 << 20
+_MOST_TOKEN_ENTRIES = 1 << 20
 
 
 def sampling_params(
@@ -508,11 +511,11 @@ def sampling_params(
     """
     for name in _TOKEN_LISTS:
         count = len(getattr(request, name) or ())
-        if count * choices > _MOST_LISTED:
+        if count * choices > _MOST_TOKEN_ENTRIES:
             raise InvalidParameter(
                 name,
                 f"{name} has {count} tokens for each of {choices} choices: {count * choices}, "
-                f"more than {_MOST_LISTED}",
+                f"more than {_MOST_TOKEN_ENTRIES}",
             )
     fields: dict[str, Any] = {}
     for name in _SAMPLING:
@@ -528,6 +531,19 @@ def sampling_params(
     if request.logit_bias is not None:
         fields["logit_bias"] = _logit_bias(request.logit_bias)
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **fields)
+
+
+# Fields that are passed on as they are: those that both have.
+_SCHEDULING = SchedulingParams.__dataclass_fields__.keys() & {*GenerateRequest.__struct_fields__}
+
+
+def scheduling_params(request: GenerateRequest, *targets: LatencyTarget | None) -> SchedulingParams:
+    """Return what the request says. A limit that it does not set is that of the first of
+    ``targets`` that does.
+    """
+    given = {name: value for name in _SCHEDULING if (value := getattr(request, name)) is not None}
+    own = None if request.slo is None else request.slo.target()
+    return SchedulingParams(target=LatencyTarget.first_of(own, *targets), **given)
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:

@@ -7,6 +7,8 @@ import uuid
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+from msgspec.structs import asdict
+
 from octavo.engine.outputs import Delta
 from octavo.engine.stream import joined
 from octavo.sampling.params import SamplingParams
@@ -19,6 +21,7 @@ from octavo.server.protocol import (
     ChatCompletion,
     Completion,
     Finish,
+    GenerateAnswer,
     GenerateRequest,
     Usage,
     json,
@@ -51,7 +54,12 @@ class Reply(ABC):
             if options.include_obfuscation:
                 name = "stream_options.include_obfuscation"
                 raise ApiError(400, f"{name} is not supported by this server", name)
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.answer = GenerateAnswer(
+            id=f"{self.prefix}-{uuid.uuid4().hex}",
+            object=self.chunk_object,
+            created=int(time.time()),
+            model=model.name,
+        )
         self.model = model
         self.request = request
         self.prompts = prompts
@@ -59,7 +67,6 @@ class Reply(ABC):
         self.aliases: dict[str, str] = {}  # clients' names for the engine's parameters
         self.records: list[RequestRecord] = []  # the live ones, once submitted
         self.n = request.n or 1
-        self.created = int(time.time())
         self.include_usage = config.enable_force_include_usage or bool(
             options and options.include_usage
         )
@@ -75,8 +82,7 @@ class Reply(ABC):
         self._counted = [(0, 0, 0)] * len(prompts)  # in it: cached, drafted, accepted
         if options and options.continuous_usage_stats:
             self._usage_so_far = Usage.of([], predictions=request.return_prediction_details)
-        facts = {"object": self.chunk_object, "created": self.created, "model": model.name}
-        self._head = b"data: " + json.encode({"id": self.id} | facts)[:-1] + b',"choices":['
+        self._head = b"data: " + json.encode(self.answer)[:-1] + b',"choices":['
         self._usage = b',"usage":null' if self.include_usage else b""
 
     def params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -93,15 +99,9 @@ class Reply(ABC):
         self, request_id: str, prompt: Prompt, params: SamplingParams, begun: bytes = b""
     ) -> None:
         """Ask the engine for the answer to ``prompt``."""
+        ids = prompt.token_ids
         self.requests.append(
-            Request(
-                request_id=request_id,
-                prompt_token_ids=prompt.token_ids,
-                params=params,
-                priority=self.request.priority or 0,
-                cache_salt=self.request.cache_salt,
-                begun=begun,
-            )
+            Request(request_id=request_id, prompt_token_ids=ids, params=params, begun=begun)
         )
 
     def chunk(self, index: int, delta: Delta) -> bytes:
@@ -130,15 +130,17 @@ class Reply(ABC):
         """Return a choice that has begun with all that is known of it."""
 
     @abstractmethod
-    def whole_answer(self, outputs: list[Delta], **facts: Any) -> Completion | ChatCompletion:
-        """Return an answer that is not streamed; ``outputs``: all of each choice."""
+    def whole_answer(self, outputs: list[Delta], **members: Any) -> Completion | ChatCompletion:
+        """Return an answer that is not streamed; ``outputs``: all of each choice; ``members``: what
+        every answer has.
+        """
 
     def whole(self, deltas: list[list[Delta]]) -> bytes:
         """Return the body of an answer that is not streamed; ``deltas``: those of each choice."""
         outputs = [joined(each)[0] for each in deltas]
-        name = self.model.name
-        facts = {"id": self.id, "created": self.created, "model": name, "usage": self.usage()}
-        return json.encode(self.whole_answer(outputs, **facts))
+        members = asdict(self.answer)
+        del members["object"]
+        return json.encode(self.whole_answer(outputs, usage=self.usage(), **members))
 
     def event(self, choice: bytes, extra: bytes = b"") -> bytes:
         """Return one choice's chunk; ``extra``: further members of the object, after a comma."""

@@ -29,8 +29,8 @@ from octavo.server.workers import Kind, work_on
 if TYPE_CHECKING:
     from octavo.server.app import App
 
-_LISTED = 100  # requests, unless asked otherwise
-_MOST_LISTED = 1000
+# The query parameter of GET /requests: how many to list
+_LIMIT: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 1000, "default": 100}
 
 # A handler returns its answer: an object for JSON, JSON as bytes, a body and its content type, or
 # None if it has sent its answer itself. It raises what `as_api_error` knows.
@@ -132,12 +132,12 @@ def version(app: App, context: RequestContext) -> protocol.Version:
 
 async def list_requests(
     app: App, context: RequestContext, receive: Receive, send: Send
-) -> protocol.RequestList:
+) -> protocol.ServerStatus:
     """Tell what the engine does, for `octavo top` and for operators' scripts: whose requests, for
     how long and how far, but never a prompt's or an answer's text or tokens.
     """
     seen = await app.snapshot.take(_limit(context.query))
-    return protocol.RequestList(app.model.name, __version__, app.engine.draining, seen)
+    return protocol.ServerStatus(app.model.name, __version__, app.engine.draining, seen)
 
 
 def _limit(query: bytes) -> int:
@@ -147,11 +147,12 @@ def _limit(query: bytes) -> int:
         if name != "limit":
             raise ApiError(400, f"the query parameter {name[:100]!r} is not known", name[:100])
     if not given:
-        return _LISTED
+        return int(_LIMIT["default"])
+    most: int = _LIMIT["maximum"]
     if len(given) > 1 or not re.fullmatch("[0-9]{1,4}", given[0][1], re.ASCII):
-        raise ApiError(400, f"limit must be one number, 0 to {_MOST_LISTED}", "limit")
-    if int(given[0][1]) > _MOST_LISTED:
-        raise ApiError(400, f"limit is {given[0][1]}, above {_MOST_LISTED}", "limit")
+        raise ApiError(400, f"limit must be one number, 0 to {most}", "limit")
+    if int(given[0][1]) > most:
+        raise ApiError(400, f"limit is {given[0][1]}, above {most}", "limit")
     return int(given[0][1])
 
 
@@ -222,8 +223,8 @@ ROUTES = (
     HttpRoute(
         "GET", "/requests", list_requests,
         "What the engine is at, request by request, without any text; limit: how many to list.",
-        response=protocol.RequestList, polled=True,
-        query={"limit": {"type": "integer", "minimum": 0, "maximum": _MOST_LISTED}},
+        response=protocol.ServerStatus, polled=True,
+        query={"limit": _LIMIT},
     ),
     HttpRoute(
         "GET", "/version", quick(version), "The server's version.",

@@ -286,7 +286,7 @@ def _of_records(records: list[RequestRecord], now: float) -> dict[str, Value | N
         "gen_ai.response.finish_reasons": [
             reason.value for record in records for reason in record.finish_reasons if reason
         ],
-        "octavo.client": records[0].client or None,
+        "octavo.client": records[0].scheduling.client or None,
         **{ours: facts[name] for name, ours in _FACTS.items()},
     }
     for name, ours in _TIMES.items():

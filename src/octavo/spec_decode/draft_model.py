@@ -190,7 +190,7 @@ class DraftModelDrafter(ModelDrafter):
     def _open(self, seq: Seq) -> _DraftCache | None:
         """Open a slot for a text if it fits beside the others, except those unused for long."""
         kv = self.kv
-        salt = seq.owner.cache_salt
+        salt = seq.owner.scheduling.cache_salt
         while True:
             hit = kv.lookup(seq.token_ids, salt)
             need = needed_blocks(kv.layout, len(seq.token_ids)) - kv.blocks_in_use(hit)
@@ -239,7 +239,7 @@ class DraftModelDrafter(ModelDrafter):
         if seq in self._caches:
             return len(seq.token_ids) - int(self.kv.num_tokens[self._caches[seq].slot])
         if seq not in self._found:
-            hit = self.kv.lookup(seq.token_ids, seq.owner.cache_salt)
+            hit = self.kv.lookup(seq.token_ids, seq.owner.scheduling.cache_salt)
             self._found[seq] = hit.num_tokens
         return len(seq.token_ids) - self._found[seq]
 

@@ -54,7 +54,7 @@ class Lookup:
         if given:
             self._drafter.extend(number, tokens)
         else:
-            self._drafter.start(number, tokens, seq.owner.cache_salt)
+            self._drafter.start(number, tokens, seq.owner.scheduling.cache_salt)
         if len(tokens) > tuning.NEW_TEXT_TOKENS:
             self.reading_seconds += self._now() - before
         self.texts[seq] = number, given + len(tokens)

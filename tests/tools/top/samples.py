@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from octavo.engine.snapshot import EngineSnapshot, PoolSnapshot, RequestSnapshot
+from octavo.engine.snapshot import EngineSnapshot, PoolSnapshot
+from octavo.scheduler.request import RequestSnapshot
 from octavo.tools.top.source import Scrape, ScrapedMetrics
 
 START = 1_700_000_000.0

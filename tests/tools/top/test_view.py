@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import request, sample
 
-from octavo.engine.snapshot import RequestSnapshot
+from octavo.scheduler.request import RequestSnapshot
 from octavo.tools.top.figures import History, ServerStats
 from octavo.tools.top.view import COLUMNS, ViewState, count, percent, rate, screen, span
 

@@ -6,7 +6,20 @@ prompt chunks to the lowest rank first, preempts the highest rank when blocks ru
 running sequences for a waiting one if the policy allows it.
 
 A new policy is a subclass of `Policy` in a file of its own and a line in policies/config.py.
-Command line, validation, server, simulator and documentation ask the class about itself.
+Command line, validation, server and simulator ask the class about itself. What it may decide beyond
+the order of the queue, each by a switch and the methods it needs:
+
+- ``preempts``, with `may_preempt` and `preemptor`: a waiting sequence may preempt a running one
+  before blocks run out. Without it a step with a full batch looks at nobody who waits, and the
+  simulator takes many such steps at once.
+- ``replaces``, with `replacement_key` or `replaced`: a newcomer may take a waiting request's place
+  in a full queue.
+- `ahead_of`: whom a newcomer would wait for. Predicted waits (engine/wait_time.py) go by it, and
+  with them what ``max_queue_time`` refuses; without it a newcomer is behind all who wait.
+
+A sequence in the queue has a position, a running one has a slot, and a request in a full queue has
+a place. Ageing is what the first of an `AgeingQueue` does there; the time since a request's arrival
+is its wait.
 """
 
 from __future__ import annotations
@@ -14,8 +27,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
+from inspect import signature
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:  # the command line reads the classes and needs no engine
     from octavo.scheduler.prompt_rates import PromptRates
@@ -26,26 +40,19 @@ BY_ARRIVAL = attrgetter("order")
 _KEY, _SEQUENCE = itemgetter(0), itemgetter(1)  # of an entry
 
 
-class Setting(NamedTuple):
-    """A number, above 0, that configures a policy: a field of `PolicyConfig` and an option."""
-
-    name: str
-    default: float
-    help: str
-    metavar: str | None = None  # the unit, as the option's help shows it
-
-
 class Policy:
     """The queue of waiting sequences, and an order of the running ones. As it stands here, both
-    follow one key, and no sequence preempts another before blocks run out.
+    follow one key, no waiting sequence preempts a running one, and no newcomer replaces a request.
+
+    The parameters of a policy's constructor are its settings, numbers above 0: each is a field of
+    `PolicyConfig`, and so an option.
     """
 
     name: ClassVar[str]
     help: ClassVar[str] = ""  # what it goes by; empty if the name says it
-    settings: ClassVar[tuple[Setting, ...]] = ()  # given to __init__ in this order
     request_fields: ClassVar[frozenset[Literal["priority", "weight"]]] = frozenset()  # it goes by
     by_client: ClassVar[bool] = False  # it goes by client, and the queue is shared out among them
-    preempts: ClassVar[bool] = True  # a waiting sequence may ever preempt a running one
+    preempts: ClassVar[bool] = False  # a waiting sequence may ever preempt a running one
     replaces: ClassVar[bool] = False  # a newcomer may ever replace a request in a full queue
 
     now: float = 0.0  # clock seconds of the step; the scheduler sets it
@@ -54,10 +61,15 @@ class Policy:
     def __init__(self) -> None:
         self._queue = SortedQueue(self.queue_key)
 
+    @classmethod
+    def settings(cls) -> dict[str, float]:
+        """Return the default of each setting, by name."""
+        return {each.name: each.default for each in signature(cls).parameters.values()}
+
     # The queue: of waiting sequences by `queue_key`, unless a policy keeps another
 
     def queue_key(self, seq: Sequence) -> Any:
-        """Return the sequence's place in the queue: unique, and fixed while it is queued."""
+        """Return the sequence's position in the queue: unique, and fixed while it is queued."""
         return seq.order
 
     def push(self, seq: Sequence) -> None:
@@ -113,8 +125,10 @@ class Policy:
 
     # A full queue. Any thread may ask: this reads no sequence and no queue.
 
-    def place(self, record: RequestRecord) -> float:
-        """Return the order in which waiting requests keep their places in a full queue."""
+    def replacement_key(self, record: RequestRecord) -> float:
+        """Return the order in which waiting requests keep their places in a full queue: the highest
+        is replaced first. Its ``prompt_tokens`` may be 0: a newcomer asks before it is tokenized.
+        """
         return record.arrival
 
     def replaced(
@@ -125,20 +139,22 @@ class Policy:
     ) -> RequestRecord | None:
         """Return the waiting request whose place in a full queue a newcomer takes; None: it takes
         none. ``newcomer`` is None if nothing is known of it, and it may come first. ``waiting``:
-        by `place`, the last first. ``joining``: requests that are queued together with it.
+        by `replacement_key`, the highest first. ``joining``: requests that are queued with it.
 
         The order must be strict and keep the first to come among equals: then no two requests
         replace each other by turns, and coming back at once gains nothing.
         """
         last = next(waiting, None) if self.replaces else None
-        if last is None or newcomer is None or self.place(newcomer) < self.place(last):
+        if last is None or newcomer is None:
             return last
-        return None
+        return last if self.replacement_key(newcomer) < self.replacement_key(last) else None
 
     # Forecasts. Any thread may ask; the queue may change meanwhile (`IndexError` at worst).
 
     def ahead_of(self, record: RequestRecord) -> list[Sequence] | None:
-        """Return the waiting sequences that would be admitted before a newcomer; None: all."""
+        """Return the waiting sequences that would be admitted before a newcomer; None: all. It may
+        not be tokenized yet (``prompt_tokens`` is 0).
+        """
         return None
 
     # What happens
@@ -232,8 +248,8 @@ class AgeingQueue(SortedQueue):
     def turns(self) -> Iterator[tuple[float, Sequence]]:
         """Iterate over the queue, each with what `began` will be if those before it leave now."""
         now = self._policy.now
-        for place, seq in enumerate(self):
-            yield (max(now, seq.queued) - seq.stood if place else self.began), seq
+        for position, seq in enumerate(self):
+            yield (max(now, seq.queued) - seq.stood if position else self.began), seq
 
     @property
     def began(self) -> float:

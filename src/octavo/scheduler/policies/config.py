@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 from typing import Any
 
-from octavo.scheduler.policies.base import Policy, Setting
+from octavo.scheduler.policies.base import Policy
 from octavo.scheduler.policies.deadline import Deadline
 from octavo.scheduler.policies.fair import Fair
 from octavo.scheduler.policies.fcfs import FirstCome
@@ -19,25 +20,21 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def setting_users() -> dict[Setting, list[str]]:
-    """Return for each setting the names of the policies that use it."""
-    users: dict[Setting, list[str]] = {}
-    for policy in POLICIES.values():
-        for each in policy.settings:
-            users.setdefault(each, []).append(policy.name)
-    return users
+def setting_users(name: str) -> list[str]:
+    """Return the names of the policies that have a setting."""
+    return [policy.name for policy in POLICIES.values() if name in policy.settings()]
 
 
 def _name_and_help(policy: type[Policy]) -> str:
     return f"{policy.name}, {policy.help}" if policy.help else policy.name
 
 
-def _policy_setting(name: str) -> Any:
+def _policy_setting(name: str, help: str, metavar: str | None = None) -> Any:
     """Return the field of a policy's own setting."""
-    ((given, users),) = (each for each in setting_users().items() if each[0].name == name)
-    help = f"Under {' and '.join(users)}: {given.help}."
-    shown = f"{given.default:g}"
-    return setting(None, help, above=0, below=inf, metavar=given.metavar, show_default=shown)
+    users = setting_users(name)
+    help = f"Under {' and '.join(users)}: {help}."
+    shown = f"{POLICIES[users[0]].settings()[name]:g}"
+    return setting(None, help, above=0, below=inf, metavar=metavar, show_default=shown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +45,12 @@ class PolicyConfig:
     scheduling_policy: str = setting(FirstCome.name,
         f"Who goes first: {'; '.join(map(_name_and_help, POLICIES.values()))}.", metavar="NAME")
     # Settings of policies; None: the policy's default
-    priority_ageing: float | None = _policy_setting("priority_ageing")
-    fair_output_cost: float | None = _policy_setting("fair_output_cost")
-    best_effort_deadline: float | None = _policy_setting("best_effort_deadline")
+    priority_ageing: float | None = _policy_setting("priority_ageing",
+        "seconds in the queue that are worth a level", "SECONDS")
+    fair_output_cost: float | None = _policy_setting("fair_output_cost",
+        "what a token of output counts, in tokens of prompt")
+    best_effort_deadline: float | None = _policy_setting("best_effort_deadline",
+        "seconds after which requests without a target are due", "SECONDS")
     max_queue_time: float | None = setting(None, "Seconds a request may wait; then it is refused.",
         above=0, below=inf, metavar="SECONDS", show_default="no limit")
     shed_late: bool = setting(False,
@@ -61,20 +61,20 @@ class PolicyConfig:
         if self.scheduling_policy not in POLICIES:
             known = ", ".join(POLICIES)
             raise ValueError(f"scheduling_policy {self.scheduling_policy!r} is none of {known}")
-        users_of = {each.name: users for each, users in setting_users().items()}
-        for name, users in users_of.items():
-            if getattr(self, name) is not None and self.scheduling_policy not in users:
+        own = POLICIES[self.scheduling_policy].settings()
+        for name in chain.from_iterable(policy.settings() for policy in POLICIES.values()):
+            if name not in own and getattr(self, name) is not None:
                 raise ValueError(
                     f"{name} has no effect under scheduling_policy {self.scheduling_policy}: "
-                    f"it is of {' and '.join(users)}"
+                    f"it is of {' and '.join(setting_users(name))}"
                 )
         check(self)
 
     def new_policy(self) -> Policy:
         """Return the policy, with an empty queue."""
         policy = POLICIES[self.scheduling_policy]
-        given = [(getattr(self, each.name), each.default) for each in policy.settings]
-        return policy(*(default if value is None else value for value, default in given))
+        given = {name: getattr(self, name) for name in policy.settings()}
+        return policy(**{name: value for name, value in given.items() if value is not None})
 
 
 def field_users(field: str) -> list[str]:

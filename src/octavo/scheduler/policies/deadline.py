@@ -11,9 +11,9 @@ arrival; the earliest of these counts. Rules:
   other by turns: between two preemptions, most of the time is spent on new tokens.
 - Requests without a target have a queue of their own, in order of arrival, together with those that
   have missed their target for good: meeting another target is worth more than being less late.
-  The first of this queue is due when it has been the first for ``best_effort`` seconds, and is not
-  preempted after that. So one of them is admitted every so often, however many requests have
-  targets, and these are not pushed aside, however many requests have none.
+  The first of this queue is due when it has been the first for ``best_effort_deadline`` seconds,
+  and is not preempted after that. So one of them is admitted every so often, however many requests
+  have targets, and these are not pushed aside, however many requests have none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from octavo.scheduler.policies.base import AgeingQueue, Policy, Setting, SortedQueue
+from octavo.scheduler.policies.base import AgeingQueue, Policy, SortedQueue
 
 if TYPE_CHECKING:
     from octavo.scheduler.request import RequestRecord
@@ -39,7 +39,7 @@ _LOOKED_AT = 32  # waiting sequences, to find one that would be late
 def deadline(seq: Sequence) -> float:
     """Return the clock second at which its next token is due; infinity without a target."""
     record = seq.owner
-    target = record.target
+    target = record.scheduling.target
     if target is None:
         return inf
     end = inf if target.e2el is None else record.arrival + target.e2el
@@ -54,19 +54,12 @@ def deadline(seq: Sequence) -> float:
 class Deadline(Policy):
     name = "deadline"
     help = "who is due first"
-    settings = (
-        Setting(
-            "best_effort_deadline",
-            60.0,
-            "seconds after which requests without a target are due",
-            "SECONDS",
-        ),
-    )
+    preempts = True
     replaces = True
 
-    def __init__(self, best_effort: float) -> None:
-        """``best_effort``: seconds after which the first of those without a target is due."""
-        self._best_effort = best_effort
+    def __init__(self, best_effort_deadline: float = 60.0) -> None:
+        """``best_effort_deadline``: seconds after which the first without a target is due."""
+        self._best_effort = best_effort_deadline
         self._in_time = SortedQueue(lambda seq: (deadline(seq), seq.order))
         self._others = AgeingQueue(self)
 
@@ -153,7 +146,8 @@ class Deadline(Policy):
         joining: Items[RequestRecord] = (),
     ) -> RequestRecord | None:
         """Return the request that is due last, if the newcomer is due before it. Requests without a
-        target, and those that have missed theirs, are due ``best_effort`` seconds after arrival.
+        target, and those that have missed theirs, are due ``best_effort_deadline`` seconds after
+        arrival.
         """
         if newcomer is None:
             return next(waiting, None)
@@ -170,7 +164,7 @@ class Deadline(Policy):
 
     def ahead_of(self, record: RequestRecord) -> list[Sequence]:
         """Return those that come first if all requests with targets are in time: of the others,
-        one every ``best_effort`` seconds.
+        one every ``best_effort_deadline`` seconds.
         """
         queue = list(self._others)
         since = self._others.began if queue else record.arrival
@@ -179,7 +173,7 @@ class Deadline(Policy):
             due = since + (len(queue) + 1) * self._best_effort
         return [
             *(seq for seq in list(self._in_time) if deadline(seq) <= due),
-            *(seq for place, seq in enumerate(queue, 1) if since + place * self._best_effort < due),
+            *(seq for turn, seq in enumerate(queue, 1) if since + turn * self._best_effort < due),
         ]
 
     def __iter__(self) -> Iterator[Sequence]:

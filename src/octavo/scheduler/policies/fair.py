@@ -2,20 +2,21 @@
 Large Language Models", OSDI 2024: VTC).
 
 Each client has a counter of what it was served, divided by its weight: a token of prompt counts 1
-when its request is admitted, a token of output ``output_cost`` when it is drawn. Not charged are
-prompt tokens that are in the prefix cache, which cost nothing, and tokens computed again after a
-preemption, which the client did not ask for. Rules:
+when its request is admitted, a token of output ``fair_output_cost`` when it is drawn. Not charged
+are prompt tokens that are in the prefix cache, which cost nothing, and tokens computed again after
+a preemption, which the client did not ask for. Rules:
 
 - Next is the first request of the client with the lowest counter. No capacity is left unused: a
   waiting request is admitted whenever there is capacity for it.
 - A client that comes back to the queue is raised to the lowest counter of the clients in the queue
   or, if there are none, of the client that left it last: so no client saves up for later.
 - Between two clients that always have requests in the queue, what they were served differs at any
-  time by at most e of the one and e of the other, where e is (longest prompt + ``output_cost`` ×
-  ``max_num_seqs`` × longest answer) / weight: what a client may still be given after it was
-  admitted with the lowest counter (the paper's theorem 4.4, whose bound is the tokens of the cache;
-  derived in tests/scheduler/test_policies.py). A client whose queue is empty for a moment has all
-  it asked for: it is raised, and what it lagged behind by then is not owed to it.
+  time by at most e of the one and e of the other, where e is (longest prompt +
+  ``fair_output_cost`` × ``max_num_seqs`` × longest answer) / weight: what a client may still be
+  given after it was admitted with the lowest counter (the paper's theorem 4.4, whose bound is the
+  tokens of the cache; derived in tests/scheduler/test_policies.py). A client whose queue is empty
+  for a moment has all it asked for: it is raised, and what it lagged behind by then is not owed to
+  it.
 
 The paper never preempts. Here a running request is preempted for the next in the queue when its
 client is ahead of the other by more than twice what it costs to compute its tokens again, so that
@@ -32,7 +33,7 @@ from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
 from typing import TYPE_CHECKING, Any
 
-from octavo.scheduler.policies.base import Policy, Setting, SortedQueue
+from octavo.scheduler.policies.base import Policy, SortedQueue
 
 if TYPE_CHECKING:
     from octavo.scheduler.request import RequestRecord
@@ -62,19 +63,17 @@ def _charge(cost: float, weight: float) -> int:
 class Fair(Policy):
     name = "fair"
     help = "equal shares for clients"
-    settings = (
-        Setting("fair_output_cost", 2.0, "what a token of output counts, in tokens of prompt"),
-    )
     request_fields = frozenset({"weight"})
     by_client = True
+    preempts = True
     replaces = True
 
-    def __init__(self, output_cost: float) -> None:
-        """``output_cost``: of a token of output, in tokens of prompt."""
-        self._output_cost = output_cost
+    def __init__(self, fair_output_cost: float = 2.0) -> None:
+        """``fair_output_cost``: of a token of output, in tokens of prompt."""
+        self._output_cost = fair_output_cost
         self._clients: dict[str, _Client] = {}
         self._known = _KNOWN
-        # The clients in the queue. Counters only grow, so a client's place is not before its entry.
+        # The clients in the queue. Counters only grow, so a client's turn is not before its entry.
         self._heap: list[tuple[int, int, _Client]] = []
         self._joined = 0
         self._last = _Client(0)  # the client that left the queue last
@@ -138,7 +137,7 @@ class Fair(Policy):
             owner = seq.owner
             if owner.scheduled is None and owner.request_id not in begun:
                 begun.add(owner.request_id)
-                counter += owner.prompt_tokens * _charge(1.0, owner.weight)
+                counter += owner.prompt_tokens * _charge(1.0, owner.scheduling.weight)
                 heapreplace(heap, (counter, joined, index, queue))
 
     def rank(self, seq: Sequence) -> Any:
@@ -146,7 +145,7 @@ class Fair(Policy):
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
         ahead = self._of(running).counter - self._of(waiting).counter
-        again = len(running.token_ids) * _charge(1.0, running.owner.weight)
+        again = len(running.token_ids) * _charge(1.0, running.owner.scheduling.weight)
         return ahead > _PREEMPTION_COST * again
 
     def replaced(
@@ -161,37 +160,40 @@ class Fair(Policy):
         shares: defaultdict[str, float] = defaultdict(float)
         latest: dict[str, RequestRecord] = {}
         for record in waiting:
-            shares[record.client] += 1 / record.weight
-            latest.setdefault(record.client, record)
+            asked = record.scheduling
+            shares[asked.client] += 1 / asked.weight
+            latest.setdefault(asked.client, record)
         if not shares:
             return None
         for record in joining:
-            shares[record.client] += 1 / record.weight
+            shares[record.scheduling.client] += 1 / record.scheduling.weight
         most = max(shares, key=shares.__getitem__)
         if newcomer is not None:
-            own = shares.get(newcomer.client, 0.0) + 1 / newcomer.weight
-            if own >= shares[most] or newcomer.client == most:
+            asked = newcomer.scheduling
+            own = shares.get(asked.client, 0.0) + 1 / asked.weight
+            if own >= shares[most] or asked.client == most:
                 return None
         return latest.get(most)
 
     def ahead_of(self, record: RequestRecord) -> list[Sequence]:
         """Clients take turns: of each client as many come before as the newcomer's has waiting."""
-        queue = list(self)
-        counts = Counter(seq.owner.client for seq in queue)
-        turn = counts[record.client] + 1
+        queue = [(seq, seq.owner.scheduling.client) for seq in self]
+        counts = Counter(client for _, client in queue)
+        turn = counts[record.scheduling.client] + 1
         before = []
-        for seq in queue:
-            counts[seq.owner.client] -= 1
-            if counts[seq.owner.client] < turn:
+        for seq, client in queue:
+            counts[client] -= 1
+            if counts[client] < turn:
                 before.append(seq)
         return before
 
     def on_admit(self, record: RequestRecord, num_computed: int) -> None:
-        self._of(record.sequences[0]).counter += num_computed * _charge(1.0, record.weight)
+        charge = _charge(1.0, record.scheduling.weight)
+        self._of(record.sequences[0]).counter += num_computed * charge
 
     def on_tokens(self, seqs: Items[Sequence], counts: Iterable[int]) -> None:
         for seq, count in zip(seqs, counts, strict=False):
-            charge = _charge(self._output_cost, seq.owner.weight)
+            charge = _charge(self._output_cost, seq.owner.scheduling.weight)
             self._of(seq).counter += count * charge
 
     def served(self, name: str) -> float:
@@ -204,7 +206,7 @@ class Fair(Policy):
             yield from client.queue
 
     def _of(self, seq: Sequence) -> _Client:
-        name = seq.owner.client
+        name = seq.owner.scheduling.client
         client = self._clients.get(name)
         return self._open(name) if client is None else client
 

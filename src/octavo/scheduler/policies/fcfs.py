@@ -1,4 +1,4 @@
-"""First come, first served: in order of arrival; a preempted sequence returns to its place."""
+"""First come, first served: in order of arrival; a preempted sequence returns to its position."""
 
 from __future__ import annotations
 
@@ -11,4 +11,3 @@ class FirstCome(Policy):
     """
 
     name = "fcfs"
-    preempts = False

@@ -1,11 +1,12 @@
 """Lower numbers first, as in vLLM, and no request waits for ever.
 
 Each priority has a queue in order of arrival. The first of a queue counts as one level more urgent
-for every ``ageing`` seconds that it has been the first. Consequences:
+for every ``priority_ageing`` seconds that it has been the first. Consequences:
 
 - Next is the first with the lowest level. Under an endless stream of newcomers of priority h, one
-  request of priority l > h is admitted at least every (l - h) × ``ageing`` seconds. So all of them
-  are served in the end, but however many gather, they do not push aside more urgent requests.
+  request of priority l > h is admitted at least every (l - h) × ``priority_ageing`` seconds. So all
+  of them are served in the end, but however many gather, they do not push aside more urgent
+  requests.
 - A running sequence keeps the level it was admitted with and is preempted only for a priority
   below that: a sequence that was admitted because of its long wait is not preempted for the next
   newcomer.
@@ -22,7 +23,7 @@ from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from octavo.scheduler.policies.base import AgeingQueue, Policy, Setting
+from octavo.scheduler.policies.base import AgeingQueue, Policy
 
 if TYPE_CHECKING:
     from octavo.scheduler.request import RequestRecord
@@ -32,15 +33,13 @@ if TYPE_CHECKING:
 class Priority(Policy):
     name = "priority"
     help = "lower numbers first"
-    settings = (
-        Setting("priority_ageing", 30.0, "seconds in the queue that are worth a level", "SECONDS"),
-    )
     request_fields = frozenset({"priority"})
+    preempts = True
     replaces = True
 
-    def __init__(self, ageing: float) -> None:
-        """``ageing``: seconds at the head of its queue that are worth a level."""
-        self._ageing = ageing
+    def __init__(self, priority_ageing: float = 30.0) -> None:
+        """``priority_ageing``: seconds at the head of its queue that are worth a level."""
+        self._ageing = priority_ageing
         self._queues: dict[int, AgeingQueue] = {}  # by priority
         self._priorities: list[int] = []  # of the queues, sorted
         self._turns: list[tuple[float, int]] = []  # of the queues, sorted: the lower, the sooner
@@ -53,7 +52,7 @@ class Priority(Policy):
 
     def _change(self, seq: Sequence, change: Callable[[AgeingQueue, Sequence], None]) -> None:
         """Change the queue of a sequence's priority, whose turn may be another then."""
-        priority = seq.owner.priority
+        priority = seq.owner.scheduling.priority
         known = self._queues.get(priority)
         queue = AgeingQueue(self) if known is None else known
         before = self._turn(priority, queue)
@@ -106,20 +105,20 @@ class Priority(Policy):
         return self._queues[self._priorities[0]].first if self._priorities else None
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
-        return waiting.owner.priority < self._level(running)
+        return waiting.owner.scheduling.priority < self._level(running)
 
     def _level(self, seq: Sequence) -> int:
         """Return the level that a running sequence was admitted with."""
-        return seq.owner.priority - int(seq.stood / self._ageing)
+        return seq.owner.scheduling.priority - int(seq.stood / self._ageing)
 
-    def place(self, record: RequestRecord) -> float:
-        """A request becomes a level more urgent for every ``ageing`` seconds since its arrival, as
-        in the queue: one that has waited long enough keeps its place.
+    def replacement_key(self, record: RequestRecord) -> float:
+        """Here the whole wait counts, ``priority_ageing`` seconds of it as one level, and not only
+        the time at the head of a queue: a request that has waited long enough keeps its place.
         """
-        return record.priority * self._ageing + record.arrival
+        return record.scheduling.priority * self._ageing + record.arrival
 
     def ahead_of(self, record: RequestRecord) -> list[Sequence]:
-        return [seq for seq in self if seq.owner.priority <= record.priority]
+        return [seq for seq in self if seq.owner.scheduling.priority <= record.scheduling.priority]
 
     def __iter__(self) -> Iterator[Sequence]:
         for queue in self._queues.values():

@@ -195,22 +195,23 @@ class Metrics:
 
     def on_end(self, record: RequestRecord) -> None:
         self._slo.on_end(record)
+        client = record.scheduling.client
         if record.outcome is Outcome.REJECTED:
             for reason in (FinishReason.SHED, FinishReason.REPLACED):
                 if reason in record.finish_reasons:
-                    self.refuse(reason.value, record.client)
+                    self.refuse(reason.value, client)
             return
         self._ended[ending(record)].inc()
         for histogram, value_of in self._histograms:
             if (value := value_of(record)) is not None:
                 histogram.observe(value)
         if record.outcome is not None:
-            self._requests_of_client(record.client, record.outcome.value).inc()
+            self._requests_of_client(client, record.outcome.value).inc()
         if record.scheduled is not None:
             waited = record.scheduled - record.arrival
-            self._queue_of_priority(str(record.priority)).observe(waited)
-            self._prompt_tokens_of_client(record.client).inc(record.prompt_tokens)
-            self._generation_tokens_of_client(record.client).inc(record.completion_tokens)
+            self._queue_of_priority(str(record.scheduling.priority)).observe(waited)
+            self._prompt_tokens_of_client(client).inc(record.prompt_tokens)
+            self._generation_tokens_of_client(client).inc(record.completion_tokens)
 
     def refuse(self, reason: str, client: str = "") -> None:
         """Count a refusal; ``reason`` is of `REJECTIONS`."""

@@ -79,9 +79,9 @@ class SloMetrics:
 
     def on_end(self, record: RequestRecord) -> None:
         result = standing(record, self._now())
-        if result is None or record.target is None:
+        if result is None or record.scheduling.target is None:
             return
-        slo_class = class_of(record.target)
+        slo_class = class_of(record.scheduling.target)
         for each in _RESULTS:  # a share is of series that are there, even those at 0
             self._requests(slo_class, each)
             self._tokens(slo_class, each)

@@ -24,6 +24,7 @@ from octavo.scheduler.request import (
     Outcome,
     Request,
     RequestRecord,
+    SchedulingParams,
 )
 from octavo.tools.plan.slo import promised
 from octavo.tools.workload.datasets import Sample, draws
@@ -188,7 +189,10 @@ def _begin(
     prompt: Sequence[int] = range(sample.prompt_len)  # of what is refused for its length alone
     if len(prompt) < engine.scheduler.config.max_model_len:
         prompt = prompt_token_ids(sample, seed, engine.vocab_size)
-    request = Request(request_id=str(index), prompt_token_ids=prompt, params=params, **terms)
+    asked = SchedulingParams(**terms)
+    request = Request(
+        request_id=str(index), prompt_token_ids=prompt, params=params, scheduling=asked
+    )
     try:
         engine.add_request(request, start + sent)
     except AdmissionError as error:

@@ -8,7 +8,8 @@ from collections import deque
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from octavo.engine.snapshot import EngineSnapshot, RequestSnapshot
+from octavo.engine.snapshot import EngineSnapshot
+from octavo.scheduler.request import RequestSnapshot
 from octavo.tools.top.source import HISTOGRAMS, Scrape
 
 WINDOW = 60.0  # seconds that latencies are of

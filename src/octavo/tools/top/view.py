@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 
 from rich.text import Text
 
-from octavo.engine.snapshot import PoolSnapshot, RequestSnapshot
+from octavo.engine.snapshot import PoolSnapshot
+from octavo.scheduler.request import RequestSnapshot
 from octavo.tools.top.figures import LatencyStats, ServerStats, Sort, sorted_requests
 
 NAMES = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E", "queue": "queue"}

@@ -19,6 +19,7 @@ struct SamplingOptions {
     int64_t top_k = 0;     // 0 = all
     float top_p = 1;
     float min_p = 0;
+    double top_n_sigma = 0; // 0 or below = all; in single precision 1e-50 would be 0
     float presence_penalty = 0;
     float frequency_penalty = 0;
     float repetition_penalty = 1;

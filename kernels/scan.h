@@ -12,6 +12,13 @@ inline constexpr int64_t kScanBlock = 128;
 // Thresholds tried in one pass of a search.
 inline constexpr int kScanThresholds = 4;
 
+// Of the values x of a row that are not -infinity.
+struct Moments {
+    int64_t count;
+    double sum;     // of shift - x
+    double squares; // of (shift - x)²
+};
+
 struct ScanKernels {
     // maxima[b] = the greatest value of block b. False if a value is NaN or +infinity (the maxima
     // are then unspecified).
@@ -36,6 +43,10 @@ struct ScanKernels {
 
     // Zeroes the weights below `least` and sums the blocks anew.
     void (*cut)(float *weights, int64_t n, float least, float *sums);
+
+    // Requires a finite shift, and values that are finite or -infinity. In double precision and
+    // without a fused multiply-add: the same bits in every tier.
+    Moments (*moments)(const float *x, int64_t n, float shift);
 };
 
 const ScanKernels &scan_kernels_generic();

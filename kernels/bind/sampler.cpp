@@ -182,8 +182,8 @@ void bind_sampler(nb::module_ &m) {
         .def(
             "__init__",
             [](SamplerState *self, int64_t vocab_size, const Ids &prompt_token_ids,
-               float temperature, int64_t top_k, float top_p, float min_p, float presence_penalty,
-               float frequency_penalty, float repetition_penalty,
+               float temperature, int64_t top_k, float top_p, float min_p, double top_n_sigma,
+               float presence_penalty, float frequency_penalty, float repetition_penalty,
                std::vector<std::pair<int32_t, float>> logit_bias,
                std::optional<Ids> allowed_token_ids, Ids banned_token_ids, Ids stop_token_ids,
                int64_t min_tokens, int64_t logprobs, int64_t seed, uint32_t choice) {
@@ -192,6 +192,7 @@ void bind_sampler(nb::module_ &m) {
                     top_k,
                     top_p,
                     min_p,
+                    top_n_sigma,
                     presence_penalty,
                     frequency_penalty,
                     repetition_penalty,
@@ -208,7 +209,7 @@ void bind_sampler(nb::module_ &m) {
                 new (self) SamplerState(std::move(options), vocab_size, prompt_token_ids);
             },
             nb::kw_only(), "vocab_size"_a, "prompt_token_ids"_a, "temperature"_a, "top_k"_a,
-            "top_p"_a, "min_p"_a, "presence_penalty"_a, "frequency_penalty"_a,
+            "top_p"_a, "min_p"_a, "top_n_sigma"_a, "presence_penalty"_a, "frequency_penalty"_a,
             "repetition_penalty"_a, "logit_bias"_a, "allowed_token_ids"_a.none(),
             "banned_token_ids"_a, "stop_token_ids"_a, "min_tokens"_a, "logprobs"_a, "seed"_a,
             "choice"_a)

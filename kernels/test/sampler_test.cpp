@@ -58,6 +58,7 @@ SamplingOptions random_options(Rng &rng, int64_t vocab_size) {
     options.top_k = pick<int64_t>(rng, {0, 0, 1, 7, vocab_size / 2, vocab_size - 1, vocab_size});
     options.top_p = pick(rng, {1.0f, 1e-30f, 0.5f, 0.99f, 0.9999999f});
     options.min_p = pick(rng, {0.0f, 0.0f, 1e-30f, 0.2f, 1.0f});
+    options.top_n_sigma = pick(rng, {0.0, 0.0, -1.0, 1e-300, 1.0, 3.0, 1000.0});
     options.presence_penalty = pick(rng, {0.0f, -2.0f, 2.0f});
     options.frequency_penalty = pick(rng, {0.0f, -2.0f, 2.0f});
     options.repetition_penalty = pick(rng, {1.0f, 0.01f, 100.0f});
@@ -102,6 +103,17 @@ bool allowed(const float *adjusted, int64_t n, const SamplingOptions &options, i
     if (options.temperature == 0)
         return place == 0;
     const double greatest = adjusted[order[0]];
+    if (options.top_n_sigma > 0) {
+        double count = 0, mean = 0, squares = 0; // Welford's way
+        for (int64_t i = 0; i < n && adjusted[order[i]] > -kInfinity; ++i) {
+            const double off = adjusted[order[i]] - mean;
+            mean += off / ++count;
+            squares += off * (adjusted[order[i]] - mean);
+        }
+        const double limit = greatest - options.top_n_sigma * std::sqrt(squares / count);
+        if (adjusted[token] < limit - 1e-6 * (std::abs(limit) + std::abs(greatest)))
+            return false;
+    }
     const auto weight = [&](int64_t i) {
         const double scaled = (adjusted[order[i]] - greatest) / options.temperature;
         return scaled < std::log(options.min_p) - 1e-3 ? 0 : std::exp(scaled);

@@ -29,6 +29,10 @@ constexpr float kInfinity = __builtin_inff();
 using Floats = float __attribute__((vector_size(kWidth * 4)));
 using Ints = int32_t __attribute__((vector_size(kWidth * 4)));
 using Words = uint32_t __attribute__((vector_size(kWidth * 4)));
+// A register of doubles, and as many floats.
+using Doubles = double __attribute__((vector_size(kWidth * 4)));
+using HalfFloats = float __attribute__((vector_size(kWidth * 2)));
+using HalfInts = int32_t __attribute__((vector_size(kWidth * 2)));
 
 inline Floats load(const float *from) {
     Floats value;
@@ -255,7 +259,45 @@ void cut(float *weights, int64_t n, float least, float *sums) {
     });
 }
 
-constexpr ScanKernels kKernels{maxima, exponentials, count, mass, select, cut};
+// Lane i of the row is lane i % kLanes of the sums.
+Moments moments(const float *x, int64_t n, float shift) {
+    constexpr int kHalf = kWidth / 2;
+    constexpr int kDoubles = kLanes / kHalf; // registers that hold kLanes doubles
+    Doubles sums[kDoubles] = {};
+    Doubles squares[kDoubles] = {};
+    HalfInts counts[kDoubles] = {};
+    const HalfFloats top = HalfFloats{} + shift;
+    const Doubles wide_top = Doubles{} + static_cast<double>(shift);
+    for_blocks(x, n, -kInfinity, [&](int64_t, const float *values, int64_t) {
+        for (int step = 0; step < kSteps; ++step)
+            for (int part = 0; part < kDoubles; ++part) {
+                HalfFloats value;
+                std::memcpy(&value, values + step * kLanes + part * kHalf, sizeof value);
+                const HalfInts there = value > -kInfinity; // true is -1
+                const HalfFloats kept = there ? value : top;
+                const Doubles below = wide_top - __builtin_convertvector(kept, Doubles);
+                counts[part] -= there;
+                sums[part] += below;
+                squares[part] += below * below;
+            }
+    });
+    double sum[kLanes];
+    double square[kLanes];
+    std::memcpy(sum, sums, sizeof sum);
+    std::memcpy(square, squares, sizeof square);
+    for (int width = kLanes / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; ++lane) {
+            sum[lane] += sum[lane + width];
+            square[lane] += square[lane + width];
+        }
+    int64_t count = 0;
+    for (const HalfInts &part : counts)
+        for (int lane = 0; lane < kHalf; ++lane)
+            count += part[lane];
+    return {count, sum[0], square[0]};
+}
+
+constexpr ScanKernels kKernels{maxima, exponentials, count, mass, select, cut, moments};
 
 } // namespace
 } // namespace octavo::OCTAVO_TIER

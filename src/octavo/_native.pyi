@@ -54,6 +54,7 @@ class SamplerState:
         top_k: int,
         top_p: float,
         min_p: float,
+        top_n_sigma: float,
         presence_penalty: float,
         frequency_penalty: float,
         repetition_penalty: float,

@@ -189,6 +189,7 @@ def test_generate_passes_everything_on(engine: CountingEngine) -> None:
         "--min-p", "0.1", "--seed", "3", "--stop", "a", "--stop", "b", "--stop-token-ids", "1,2",
         "--logit-bias", "7=-1.5", "--logit-bias", "8=2", "--ignore-eos", "--max-tokens", "2",
         "--banned-token-ids", "9", "--presence-penalty", "-1", "--no-skip-special-tokens",
+        "--top-n-sigma", "1.5",
         "--max-model-len", "1k", "--kv-cache-memory", "64MiB", "--threads", "1",
         "--no-enable-prefix-caching", "--memory-utilization", "0.25", "--max-num-seqs", "4",
     )  # fmt: skip
@@ -198,6 +199,7 @@ def test_generate_passes_everything_on(engine: CountingEngine) -> None:
             temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, seed=3, stop=("a", "b"),
             stop_token_ids=(1, 2), logit_bias={7: -1.5, 8: 2.0}, ignore_eos=True, max_tokens=2,
             banned_token_ids=(9,), presence_penalty=-1.0, skip_special_tokens=False,
+            top_n_sigma=1.5,
         )
     ]  # fmt: skip
     assert engine.configs == [  # type: ignore[attr-defined]
@@ -235,6 +237,10 @@ def test_generate_failure_is_told(engine: CountingEngine) -> None:
         (("generate", "m", "x", "--system", "s"), "--system needs --chat"),
         (("generate", "m", "-", "-"), "- can be given once"),
         (("generate", "m", "x", "--top-p", "2"), "--top-p is 2.0; it must be a number above 0"),
+        (
+            ("generate", "m", "x", "--top-n-sigma", "-3"),
+            "--top-n-sigma is -3.0; it must be a number",
+        ),
         (("generate", "m", "x", "-n", "0"), "--n is 0; it must be an integer from 1 to 128"),
         (("chat", "m", "--min-tokens", "9", "--max-tokens", "3"), "more than --max-tokens, 3"),
         (("speculate", "m", "x", "--stop-token-ids", "-1"), "--stop-token-ids contains -1"),

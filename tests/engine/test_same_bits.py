@@ -351,6 +351,7 @@ def drawn_params(rng: random.Random, vocab: int, tight: bool) -> SamplingParams:
         top_k=sometimes(lambda: rng.randint(1, vocab), 0),
         top_p=sometimes(lambda: rng.uniform(0.1, 1.0), 1.0),
         min_p=sometimes(lambda: rng.uniform(0.0, 0.3), 0.0),
+        top_n_sigma=sometimes(lambda: rng.uniform(0.0, 3.0), 0.0),
         presence_penalty=sometimes(lambda: rng.uniform(-2, 2), 0.0),
         frequency_penalty=sometimes(lambda: rng.uniform(-2, 2), 0.0),
         repetition_penalty=sometimes(lambda: rng.uniform(0.7, 1.5), 1.0),

@@ -61,10 +61,18 @@ def adjust(
     return out
 
 
+def sigma_limit(adjusted: Float32, n: float) -> float:
+    """The least logit that top_n_sigma keeps."""
+    there = adjusted[adjusted > -np.inf].astype(np.float64)
+    return float(there.max() - n * there.std())
+
+
 def probabilities(adjusted: Float32, params: SamplingParams) -> Float64:
     """The distribution the token is drawn from (temperature above 0)."""
     scaled = (adjusted.astype(np.float64) - adjusted.max()) / params.temperature
     weights = np.exp(scaled)
+    if params.top_n_sigma > 0:
+        weights[adjusted < sigma_limit(adjusted, params.top_n_sigma)] = 0
     if params.min_p > 0:
         weights[scaled < math.log(params.min_p)] = 0
     order = np.argsort(-adjusted, kind="stable")  # equal ones by id
@@ -81,6 +89,11 @@ def near_a_limit(adjusted: Float32, params: SamplingParams, tolerance: float = 1
     scaled = (adjusted.astype(np.float64) - adjusted.max()) / params.temperature
     if params.min_p > 0 and np.abs(scaled - math.log(params.min_p)).min() < tolerance:
         return True
+    if params.top_n_sigma > 0:
+        # What equals the maximum is in whatever the limit is.
+        below = adjusted[adjusted < adjusted.max()].astype(np.float64)
+        if np.abs(below - sigma_limit(adjusted, params.top_n_sigma)).min(initial=1) < tolerance:
+            return True
     if params.top_p < 1:
         weights = probabilities(adjusted, replace(params, top_p=1.0))
         order = np.argsort(-adjusted, kind="stable")

@@ -65,6 +65,7 @@ def draws_params(draw: st.DrawFn, size: int) -> SamplingParams:
         top_k=draw(st.sampled_from([-1, 0, 1, 2, 5, 40, size // 3, size - 1, size, 10 * size])),
         top_p=draw(st.sampled_from([1.0, 1e-4, 0.3, 0.9, 0.999])),
         min_p=draw(st.sampled_from([0.0, 0.0, 0.01, 0.3, 1.0])),
+        top_n_sigma=draw(st.sampled_from([0.0, 0.0, -1.0, 1e-3, 0.7, 1.5, 4.0, 1000.0])),
         presence_penalty=draw(penalty),
         frequency_penalty=draw(penalty),
         repetition_penalty=draw(st.sampled_from([1.0, 1.0, 0.5, 1.3])),
@@ -146,11 +147,13 @@ def chi_square(counts: Counter[int], probabilities: npt.NDArray[np.float64], dra
         (300, "ties", {"temperature": 2.0, "top_k": 50}),
         (300, "normal", {"temperature": 3.0, "top_p": 0.8}),
         (300, "normal", {"temperature": 3.0, "min_p": 0.05}),
+        (300, "normal", {"temperature": 3.0, "top_n_sigma": 2.0}),
         (3000, "flat", {}),
         (3000, "flat", {"top_k": 2000, "top_p": 0.9}),
         (3000, "normal", {"temperature": 4.0, "top_p": 0.95, "min_p": 0.001}),
         (20011, "normal", {"temperature": 2.0, "top_k": 30, "top_p": 0.9}),
         (20011, "ties", {"temperature": 2.0, "top_p": 0.7}),
+        (20011, "normal", {"temperature": 9.0, "top_n_sigma": 2.5, "top_p": 0.9}),
         (20011, "ties", {"temperature": 2.0, "top_k": 700, "presence_penalty": 0.0}),
     ],
 )
@@ -162,6 +165,127 @@ def test_frequencies_are_the_probabilities(size: int, kind: str, fields: dict[st
     draws = 4000
     tokens = sampler.sample(logits[None], [0] * draws, [state] * draws).token_ids
     chi_square(Counter(tokens), reference.probabilities(logits, params), draws)
+
+
+def kept(
+    sampler: NativeSampler, logits: npt.NDArray[Any], *, exact: bool = True, **fields: Any
+) -> list[int]:
+    """The token ids that may be drawn. ``exact``: they must be those of the reference."""
+    row = np.asarray(logits, np.float32)
+    params = SamplingParams(seed=0, **fields)
+    state = sampler.new_state(params, [], ())
+    (p,) = sampler.probabilities(row[None], [0], [state])
+    found: list[int] = p.nonzero()[0].tolist()
+    adjusted = reference.adjust(row, params, [], [], frozenset())
+    if exact and not reference.near_a_limit(adjusted, params):
+        assert found == reference.probabilities(adjusted, params).nonzero()[0].tolist()
+    return found
+
+
+@pytest.mark.parametrize("isa", TIERS)
+def test_top_n_sigma_keeps_what_numpy_says(isa: str) -> None:
+    for size in SIZES:
+        sampler = NativeSampler(size, isa)
+        for kind in ("normal", "ties", "equal", "peaked", "flat", "masked"):
+            logits = make_logits(size, size, kind)
+            there = logits[logits > -np.inf].astype(np.float64)
+            for n in (0.013, 0.51, 1.03, 2.7, 5.1):
+                wanted = np.flatnonzero(logits >= there.max() - n * np.std(there)).tolist()
+                assert kept(sampler, logits, top_n_sigma=n) == wanted
+                # A temperature at which no weight that is kept is 0 in single precision.
+                assert kept(sampler, logits, top_n_sigma=n, temperature=30.0) == wanted
+
+
+def test_top_n_sigma_at_its_edges() -> None:
+    logits = np.array([2.0, -np.inf, 4.0, 0.0, 4.0, 0.0])
+    # Of the five: mean 2, variance (0 + 4 + 4 + 4 + 4) / 5 = 3.2.
+    sigma = math.sqrt(3.2)
+    sampler = NativeSampler(6)
+    for off in (0.0, -1.0, 1000.0):
+        assert kept(sampler, logits, top_n_sigma=off) == [0, 2, 3, 4, 5]
+    for least in (5e-324, 1e-50, 1e-30):
+        assert kept(sampler, logits, top_n_sigma=least) == [2, 4]
+    assert kept(sampler, logits, top_n_sigma=1.99 / sigma) == [2, 4]
+    assert kept(sampler, logits, top_n_sigma=2.01 / sigma) == [0, 2, 4]
+    assert kept(sampler, logits, top_n_sigma=4.01 / sigma) == [0, 2, 3, 4, 5]
+    assert kept(sampler, logits, exact=False, top_n_sigma=1e-30, temperature=0) == [2]
+
+    # At the limit itself: -1 and 1 have σ 1, and at least max - 2 σ is -1.
+    assert kept(NativeSampler(4), np.array([-1, 1, -1, 1]), top_n_sigma=2) == [0, 1, 2, 3]
+    assert kept(NativeSampler(1), np.array([-7.5]), top_n_sigma=0.5) == [0]
+    for value in (0.1, -0.0, 3.4e38, -3.4e38, 1e-42):  # equal ones all stay, as σ is 0
+        assert kept(NativeSampler(5), np.full(5, value), top_n_sigma=0.5) == [0, 1, 2, 3, 4]
+    huge = np.array([3.4e38, -3.4e38, 3.3e38, 0])
+    assert kept(NativeSampler(4), huge, temperature=100, top_n_sigma=0.01) == [0]
+
+
+def test_sigma_is_right_where_the_maximum_is_far_away() -> None:
+    """The worst case of its formula: a token far above all others, so that the variance is the
+    small difference of two large numbers."""
+    size = 200_003
+    logits = np.random.default_rng(5).normal(0, 1e-3, size).astype(np.float32)
+    logits[77] = 100.0
+    sampler = NativeSampler(size)
+    sigma = logits.std(dtype=np.float64)
+    for place in (0.01, 0.5, 0.99):
+        limit = float(np.quantile(logits, place))
+        n = (100.0 - limit) / sigma
+        found = kept(sampler, logits, exact=False, top_n_sigma=n, temperature=100.0)
+        least = np.count_nonzero(logits > limit + 1e-6)
+        most = np.count_nonzero(logits > limit - 1e-6)
+        assert least <= len(found) <= most <= least + 500
+
+
+def test_sigma_is_of_what_masks_left_and_of_all_that_truncation_drops() -> None:
+    size = 3000
+    sampler = NativeSampler(size)
+    logits = make_logits(3, size, "normal")
+    order = np.argsort(-logits, kind="stable")
+    hot: dict[str, Any] = {"temperature": 10.0, "top_n_sigma": 2.0}
+    plain = kept(sampler, logits, **hot)
+    assert 20 < len(plain) < size // 2
+
+    # Truncation changes no σ: the tokens are those that both keep.
+    assert kept(sampler, logits, top_k=7, **hot) == sorted(order[:7].tolist())
+    assert kept(sampler, logits, top_k=2500, **hot) == plain
+    only_min_p = kept(sampler, logits, temperature=10.0, min_p=0.7)
+    assert kept(sampler, logits, min_p=0.7, **hot) == sorted(set(plain) & set(only_min_p))
+    # top_p is a share of what is left.
+    assert len(kept(sampler, logits, top_p=0.5, **hot)) < 0.6 * len(plain)
+
+    # Banned tokens count nothing, so they might as well not be there.
+    banned = tuple(order[-1000:].tolist())
+    fewer = kept(sampler, logits, banned_token_ids=banned, **hot)
+    rest = np.setdiff1d(np.arange(size), banned)
+    assert fewer == rest[kept(NativeSampler(2000), logits[rest], **hot)].tolist()
+    assert len(fewer) < len(plain)
+    allowed = tuple(int(token) for token in rest)
+    assert kept(sampler, logits, allowed_token_ids=allowed, **hot) == fewer
+    # A bias counts.
+    bias = dict.fromkeys(banned, -100.0)
+    assert len(kept(sampler, logits, logit_bias=bias, **hot)) >= 2000
+
+
+@settings(max_examples=60)
+@given(
+    size=st.sampled_from(SIZES[1:]),
+    kind=kinds,
+    seed=st.integers(0, 2**32 - 1),
+    data=st.data(),
+)
+def test_top_n_sigma_has_the_same_bits_in_every_tier(
+    size: int, kind: str, seed: int, data: st.DataObject
+) -> None:
+    """Also where rounding decides: n is chosen so that some token lies at the limit."""
+    logits = make_logits(seed, size, kind)
+    there = logits[logits > -np.inf].astype(np.float64)
+    at = data.draw(st.sampled_from(there[:50].tolist()))
+    n = float(np.clip((there.max() - at) / max(there.std(), 1e-9), 0, 1000))
+    found = [
+        kept(NativeSampler(size, isa), logits, exact=False, top_n_sigma=n, temperature=50.0)
+        for isa in TIERS
+    ]
+    assert found == [found[0]] * len(TIERS)
 
 
 def test_philox_known_answers() -> None:
@@ -214,6 +338,7 @@ ALL_KINDS_OF_PARAMS = [
     SamplingParams(seed=5, min_p=0.1, repetition_penalty=1.2, presence_penalty=-0.5),
     SamplingParams(seed=6, top_k=2500, temperature=2.0),
     SamplingParams(seed=7, allowed_token_ids=(3, 4000, 77), logit_bias={3: 2.0}, logprobs=20),
+    SamplingParams(seed=8, top_n_sigma=2.0, temperature=3.0, banned_token_ids=(5, 6), logprobs=1),
 ]
 
 
@@ -253,7 +378,7 @@ def test_a_row_is_the_same_alone_and_in_a_crowd(isa: str, threads: int | None) -
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
-@pytest.mark.parametrize("params", ALL_KINDS_OF_PARAMS[:7])
+@pytest.mark.parametrize("params", [*ALL_KINDS_OF_PARAMS[:7], ALL_KINDS_OF_PARAMS[8]])
 def test_a_row_that_is_not_a_number_fails_alone(bad: float, params: SamplingParams) -> None:
     size = 3001
     sampler = NativeSampler(size)

@@ -41,6 +41,13 @@ PARAMS: dict[str, dict[str, Any]] = {
     "top-p": {"top_p": 0.8},
     "top-k and top-p": {"temperature": 1.3, "top_k": 10, "top_p": 0.85},
     "min-p": {"min_p": 0.1},
+    "top-n-sigma": {"temperature": 1.6, "top_n_sigma": 1.6},
+    "top-n-sigma, bans and top-p": {
+        "top_n_sigma": 2.2,
+        "top_p": 0.9,
+        "banned_token_ids": (2, 6),
+        "logit_bias": {4: -3.0},
+    },
     "penalties": {
         "presence_penalty": 0.8,
         "frequency_penalty": 0.6,
@@ -310,7 +317,8 @@ def test_a_drafter_like_the_target_is_always_right() -> None:
     for seed in range(300):
         logits = make_logits(seed, 5000, "flat" if seed % 2 else "normal")[None]
         top_p, top_k = ((1.0, 0), (0.9, 0), (1.0, 40), (0.7, 3000))[seed % 4]
-        params = SamplingParams(seed=seed, top_p=top_p, top_k=top_k)
+        sigma = (0.0, 0.0, 2.0)[seed % 3]
+        params = SamplingParams(seed=seed, top_p=top_p, top_k=top_k, top_n_sigma=sigma)
         state = sampler.new_state(params, [], ())
         (q,) = sampler.probabilities(logits, [0], [state])
         guess = int(pick(rng, q))

@@ -32,6 +32,7 @@ def refused(field: str, value: Any, **others: Any) -> InvalidParameter:
         ("top_k", [-2, 0.01, None, *NOT_AN_INTEGER]),
         ("top_p", [-1, 0, 0.0, 1.01, *NOT_FINITE, *NOT_A_NUMBER]),
         ("min_p", [-0.01, 1.01, *NOT_FINITE, *NOT_A_NUMBER]),
+        ("top_n_sigma", [-0.5, -1.01, -2, -1e-9, 1000.5, 10**400, *NOT_FINITE, *NOT_A_NUMBER]),
         ("presence_penalty", [-2.1, 2.1, *NOT_FINITE, *NOT_A_NUMBER]),
         ("frequency_penalty", [-2.1, 2.1, *NOT_FINITE, *NOT_A_NUMBER]),
         ("repetition_penalty", [0, 0.0, -1, 1e-300, 100.5, *NOT_FINITE, *NOT_A_NUMBER]),
@@ -63,6 +64,9 @@ def test_the_message_names_the_field_the_value_and_the_range() -> None:
         "temperature is 999999; it must be a number from 0 to 100"
     )
     assert str(refused("top_p", -1)) == "top_p is -1; it must be a number above 0, up to 1"
+    assert str(refused("top_n_sigma", -2)) == (
+        "top_n_sigma is -2; it must be a number from 0 to 1000, or -1"
+    )
     assert str(refused("top_k", 0.01)) == "top_k is 0.01; it must be an integer from -1"
     assert str(refused("stop_token_ids", (3, VOCAB))) == (
         "stop_token_ids contains 1000; it may contain token ids from 0 to 999"
@@ -86,6 +90,7 @@ def test_defaults_and_limits_are_accepted() -> None:
         top_k=VOCAB - 1,
         top_p=1e-9,
         min_p=1,
+        top_n_sigma=1000,
         presence_penalty=-2,
         frequency_penalty=2.0,
         repetition_penalty=0.01,
@@ -115,6 +120,12 @@ def test_lists_become_tuples_and_a_single_stop_string_a_list() -> None:
 @pytest.mark.parametrize("top_k", [-1, 0, VOCAB, VOCAB + 1, 10**30])
 def test_every_way_to_say_all_is_top_k_0(top_k: int) -> None:
     assert SamplingParams(top_k=top_k).validated(VOCAB).top_k == 0
+
+
+@pytest.mark.parametrize("top_n_sigma", [-1, -1.0, 0, -0.0])
+def test_every_way_to_say_all_is_top_n_sigma_0(top_n_sigma: float) -> None:
+    assert SamplingParams().top_n_sigma == 0
+    assert SamplingParams(top_n_sigma=top_n_sigma).validated(VOCAB) == SamplingParams()
 
 
 def test_the_cap_of_logprobs_is_the_servers() -> None:

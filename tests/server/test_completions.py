@@ -431,6 +431,7 @@ async def test_parameters_reach_the_engine(client: httpx.AsyncClient, engine: Fa
         "top_k": 5,
         "top_p": 0.9,
         "min_p": 0.1,
+        "top_n_sigma": 1.5,
         "presence_penalty": 0.1,
         "frequency_penalty": 0.2,
         "repetition_penalty": 1.1,
@@ -457,6 +458,15 @@ async def test_parameters_reach_the_engine(client: httpx.AsyncClient, engine: Fa
     assert request.params.stop == ("x", "y")
     assert request.params.logit_bias == {42: 1.5}
     assert (request.scheduling.priority, request.scheduling.cache_salt) == (-3, "mine")
+
+
+async def test_top_n_sigma_of_both_endpoints(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", chat)):
+        for said, meant in ((1.5, 1.5), (2, 2), (0, 0), (-1, 0), (None, 0)):
+            asked = body | {"top_n_sigma": said}
+            assert (await client.post(path, json=asked)).status_code == 200
+            assert engine.submitted[-1].params.validated(1000).top_n_sigma == meant
 
 
 async def test_default_max_tokens_gives_way_to_the_context(

@@ -52,6 +52,8 @@ def error_of(response: httpx.Response, status: int, param: str | None = None) ->
         ({"top_p": -1}, "top_p"),
         ({"top_p": 0}, "top_p"),
         ({"min_p": 2}, "min_p"),
+        ({"top_n_sigma": -2}, "top_n_sigma"),
+        ({"top_n_sigma": "1"}, "top_n_sigma"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"top_k": 0.01}, "top_k"),

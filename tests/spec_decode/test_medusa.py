@@ -77,6 +77,7 @@ def requests(checkpoint: Checkpoint, count: int) -> tuple[list[list[int]], list[
         {"temperature": 1.2, "top_p": 0.8, "min_tokens": 10},
         {"temperature": 0.0, "banned_token_ids": (5, 6, 7), "logit_bias": {9: 4.0}},
         {"temperature": 1.0, "allowed_token_ids": (10, 11, 12)},
+        {"temperature": 1.5, "top_n_sigma": 1.0, "banned_token_ids": (5, 6, 7)},
     ]
     params = [
         SamplingParams(seed=index, max_tokens=24, **ways[index % len(ways)])

@@ -177,6 +177,7 @@ LLAMA_CPP = (
     _flag("-n --predict --n-predict", "--max-tokens"),
     _flag("--temp", "--temperature"),
     _flag("--repeat-penalty", "--repetition-penalty"),
+    _flag("--top-nsigma", "--top-n-sigma"),
     _flag("-s", "--seed"),
     _flag("-sys --system-prompt", "octavo chat MODEL --system TEXT"),
     _switch("-cnv --conversation", "octavo chat MODEL"),

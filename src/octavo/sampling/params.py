@@ -21,6 +21,7 @@ from msgspec import Meta
 MAX_N = 128
 MAX_TEMPERATURE = 100.0  # far above it every distribution is flat to float32
 MIN_TEMPERATURE = 1e-5  # below it the draw is the maximum
+MAX_TOP_N_SIGMA = 1000.0  # of 500,000 logits none is so far below the greatest: √(2 · 500,000)
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 MAX_BIAS = 100.0
@@ -84,14 +85,18 @@ def _integer(low: int, high: int | None = None) -> Kind:
     return _kind(int, allowed, allows)
 
 
-def _number(low: float, high: float, *, open_low: bool = False) -> Kind:
+def _number(low: float, high: float, *, open_low: bool = False, other: float | None = None) -> Kind:
+    """``other``: a value outside the range that is allowed too."""
     allowed = f"above {low:g}, up to {high:g}" if open_low else f"from {low:g} to {high:g}"
+    if other is not None:
+        allowed += f", or {other:g}"
 
     def allows(value: object) -> bool:
         if not isinstance(value, int | float) or isinstance(value, bool):
             return False
         # Not a number fails every comparison, and infinity one of these.
-        return low <= value <= high and not (open_low and value == low)
+        inside = low <= value <= high and not (open_low and value == low)
+        return inside or value == other
 
     return _kind(float, f"a number {allowed}", allows)
 
@@ -175,10 +180,17 @@ class SamplingParams:
     """Names, defaults and order of application follow vLLM.
 
     logits → allowed/banned tokens → logit_bias → min_tokens (no stop token before it)
-    → repetition, frequency, presence penalties → temperature → min_p → top_k → top_p → draw.
+    → repetition, frequency, presence penalties → top_n_sigma → temperature → min_p → top_k → top_p
+    → draw.
 
-    top_k and top_p keep the lower token id among equals. top_p is a share of what min_p and top_k
-    left. Logprobs are of the model's own distribution, before any of these.
+    top_n_sigma (llama.cpp's; Tang et al., "Top-nσ: Not All Logits Are You Need", 2024) keeps the
+    logits that are at least max - n · σ. σ is the standard deviation (of a population: divided by
+    the count) of all logits after masks, bias and penalties, but for those that are -infinity:
+    banned and not allowed tokens count nothing, and a bias, which is finite, counts. As max and σ
+    scale alike, the tokens kept are the same at every temperature.
+
+    top_k and top_p keep the lower token id among equals. top_p is a share of what top_n_sigma,
+    min_p and top_k left. Logprobs are of the model's own distribution, before any of these.
     """
 
     # fmt: off
@@ -197,6 +209,9 @@ class SamplingParams:
     min_p: float = _parameter(
         0.0, _number(0, 1), "Drop what is less likely than this times the likeliest.",
         native=True)
+    top_n_sigma: float = _parameter(  # 0 or -1 = all
+        0.0, _number(0, MAX_TOP_N_SIGMA, other=-1),
+        "Drop logits more than n standard deviations below the greatest; 0: none.", native=True)
     presence_penalty: float = _parameter(  # generated tokens only
         0.0, _number(-2, 2), "Against tokens already in the answer, -2 to 2.", native=True)
     frequency_penalty: float = _parameter(  # generated tokens only
@@ -227,7 +242,7 @@ class SamplingParams:
 
     def validated(self, vocab_size: int, max_logprobs: int = 20) -> SamplingParams:
         """Return these parameters checked against a model, with lists as tuples and "all" as
-        top_k 0.
+        top_k 0 and top_n_sigma 0.
 
         Raises InvalidParameter naming the first field that cannot be honoured, its value and the
         range allowed. Nothing is clamped or ignored.
@@ -244,6 +259,8 @@ class SamplingParams:
             )
         if not 0 < self.top_k < vocab_size:
             checked["top_k"] = 0
+        if self.top_n_sigma < 0:
+            checked["top_n_sigma"] = 0.0
         _check_some_left(checked["allowed_token_ids"], checked["banned_token_ids"], vocab_size)
         return replace(self, **checked)
 

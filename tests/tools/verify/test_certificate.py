@@ -279,7 +279,7 @@ def test_trials_are_of_every_kind(llama: Checkpoint) -> None:
     assert any(trial.params.prompt_logprobs is not None for trial in made)
     fields = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
     default = type(made[0].params)()
-    for field in (*fields, "repetition_penalty", "banned_token_ids"):
+    for field in (*fields, "repetition_penalty", "banned_token_ids", "top_n_sigma"):
         assert any(getattr(t.params, field) != getattr(default, field) for t in made), field
     prompts = [trial.prompt_token_ids for trial in made]
     assert made == trials(llama), "the same each time"

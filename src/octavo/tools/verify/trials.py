@@ -139,7 +139,11 @@ def _params(index: int, length: int, vocab: int) -> SamplingParams:
             more |= (
                 {"min_p": 0.05, "presence_penalty": 0.4},
                 {"top_k": 20, "frequency_penalty": 0.3},
-                {"logit_bias": {some[0]: -5.0}, "banned_token_ids": (some[1],)},
+                {
+                    "logit_bias": {some[0]: -5.0},
+                    "banned_token_ids": (some[1],),
+                    "top_n_sigma": 1.5,
+                },
                 {"top_k": 40, "top_p": 0.9, "repetition_penalty": 1.05},
             )[turn]
     return SamplingParams(**(common | more))  # type: ignore[arg-type]

@@ -25,11 +25,11 @@ SAMPLES = {
         (11, 9, 7, 5, 3, 1, 0, 2, 4, 6, 8, 10),
     ),
 }
-# Values of each setting of a policy; the first lets nobody wait for long where a step takes 1 ms.
+# Values of each setting of a policy; the second lets nobody wait long where a step takes 1 ms.
 SETTINGS = {
-    "priority_ageing": (0.005, 0.001, 0.02, 10.0),
-    "fair_output_cost": (2.0, 0.5),
-    "best_effort_deadline": (0.2, 0.001, 0.1, 10.0),
+    "priority_ageing": (0.001, 0.02, 10.0),
+    "fair_output_cost": (0.5, 2.0),
+    "best_effort_deadline": (0.001, 0.1, 10.0),
 }
 assert SAMPLES.keys() == POLICIES.keys(), "each policy has a sample"
 for _policy in POLICIES.values():

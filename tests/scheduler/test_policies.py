@@ -637,7 +637,7 @@ def check_progress(
     of the beginning finishes, and comes ever nearer to it.
     """
     rng = random.Random(seed)
-    values = {name: SETTINGS[name][0] for name in POLICIES[policy].settings()}
+    values = {name: SETTINGS[name][1] for name in POLICIES[policy].settings()}
     engine = made(
         policy,
         num_blocks=num_blocks * len(window),

@@ -84,6 +84,7 @@ def test_as_much_of_an_alternative_is_taken_as_gives_most_for_a_row() -> None:
     assert Offer(0, 0, 0, [0.4, 0.38, 0.02]).best == (pytest.approx(0.78 / 3), 2)
     assert Offer(0, 0, 1, [0.4, 0.1]).best == (pytest.approx(0.4 / 3), 2)
     assert Offer(0, 0, 0, [0.4, 0.1]).best == (pytest.approx(0.2), 1)
+    assert Offer(0, 0, 0, [0.0]).best == (0.0, 0), "nothing to gain"
     assert Offer(0, 0, 0, [0.5, 0.25]).best == (0.25, 1), "as much a row with fewer rows"
 
 

@@ -165,6 +165,7 @@ def test_it_turns_itself_off_where_rows_cost_what_they_bring() -> None:
     assert could_pay(times, 1, 1, 16)
     assert sum(lengths(times, [[0.9, 0.8, 0.7]], 1, 16)) == 3
     assert not any(lengths(times, [[0.7, 0.5]] * 64, 64, 400))
+    assert not could_pay(times, 64, 64, 7)  # within the next panel
     assert not any(lengths(times, [[0.1, 0.01]], 8, 16))  # the next panel costs as much again
 
 

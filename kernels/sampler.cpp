@@ -69,6 +69,19 @@ void narrow(Interval &interval, double target, Measure measure, Few few) {
     }
 }
 
+// The greatest logit of a row less n standard deviations of those that are not -infinity. The
+// moments are about that maximum.
+float sigma_floor(const Moments &moments, float maximum, double n) {
+    const auto count = static_cast<double>(moments.count);
+    const double mean = moments.sum / count;
+    // The mean lies within sqrt(count - 1) standard deviations of the maximum (Samuelson's
+    // inequality), so the difference loses no more digits than count has.
+    const double variance = std::max(0.0, moments.squares / count - mean * mean);
+    const double floor = static_cast<double>(maximum) - n * std::sqrt(variance);
+    constexpr float kLowest = std::numeric_limits<float>::lowest();
+    return floor > static_cast<double>(kLowest) ? static_cast<float>(floor) : kLowest;
+}
+
 } // namespace
 
 Sampler::Sampler(int64_t vocab_size, const ScanKernels &scan)
@@ -164,19 +177,6 @@ int32_t Sampler::first_maximum(const float *logits) const {
     return static_cast<int32_t>(std::find(begin, logits + vocab_size_, maximum_) - logits);
 }
 
-// The greatest logit of a scanned row less n standard deviations of those that are not -infinity.
-float Sampler::sigma_floor(const float *logits, double n) const {
-    const Moments moments = scan_.moments(logits, vocab_size_, maximum_);
-    const auto count = static_cast<double>(moments.count);
-    const double mean = moments.sum / count;
-    // The mean lies within sqrt(count - 1) standard deviations of the maximum (Samuelson's
-    // inequality), so the difference loses no more digits than count has.
-    const double variance = std::max(0.0, moments.squares / count - mean * mean);
-    const double floor = static_cast<double>(maximum_) - n * std::sqrt(variance);
-    constexpr float kLowest = std::numeric_limits<float>::lowest();
-    return floor > static_cast<double>(kLowest) ? static_cast<float>(floor) : kLowest;
-}
-
 // Cuts a scanned row by top_n_sigma, min_p, top_k and top_p.
 Sampler::Kept Sampler::truncate(const float *logits, const SamplingOptions &options) {
     const float scale = 1 / options.temperature;
@@ -184,7 +184,8 @@ Sampler::Kept Sampler::truncate(const float *logits, const SamplingOptions &opti
     float floor =
         options.min_p > 0 ? maximum_ + options.temperature * std::log(options.min_p) : -kInfinity;
     if (options.top_n_sigma > 0)
-        floor = std::max(floor, sigma_floor(logits, options.top_n_sigma));
+        floor = std::max(floor, sigma_floor(scan_.moments(logits, vocab_size_, maximum_), maximum_,
+                                            options.top_n_sigma));
     const int64_t top_k = options.top_k < vocab_size_ ? options.top_k : 0;
     const double top_p = options.top_p;
 

@@ -85,7 +85,6 @@ class Sampler {
     RowError scan_row(const float *logits);
     int32_t first_maximum(const float *logits) const;
 
-    float sigma_floor(const float *logits, double n) const;
     Kept truncate(const float *logits, const SamplingOptions &options);
     int32_t draw_from(const Kept &kept, const float *logits, double noise);
     float probability(const Kept &kept, const float *logits, int32_t token);

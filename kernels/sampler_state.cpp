@@ -23,8 +23,10 @@ void philox(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {
 SamplerState::SamplerState(SamplingOptions options, int64_t vocab_size,
                            std::span<const int32_t> prompt)
     : options_(std::move(options)), vocab_size_(vocab_size) {
-    for (const auto *ids :
-         {&options_.allowed_token_ids, &options_.banned_token_ids, &options_.stop_token_ids})
+    if (options_.allowed_token_ids)
+        for (const int32_t id : *options_.allowed_token_ids)
+            check(id);
+    for (const auto *ids : {&options_.banned_token_ids, &options_.stop_token_ids})
         for (const int32_t id : *ids)
             check(id);
     for (const auto &[id, bias] : options_.logit_bias)
@@ -65,21 +67,22 @@ double SamplerState::uniform(int64_t position, Stream stream) const {
     // sequences nor streams share a block.
     uint32_t words[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32),
                          options_.choice, static_cast<uint32_t>(stream)};
-    philox(words, static_cast<uint32_t>(options_.seed), static_cast<uint32_t>(options_.seed >> 32));
+    const auto seed = static_cast<uint64_t>(options_.seed);
+    philox(words, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
     const uint64_t bits = (uint64_t{words[0]} << 32 | words[1]) >> 11;
     return static_cast<double>(bits) * 0x1p-53;
 }
 
 bool SamplerState::adjusts() const {
-    return options_.restricted || !options_.banned_token_ids.empty() ||
+    return options_.allowed_token_ids || !options_.banned_token_ids.empty() ||
            !options_.logit_bias.empty() || num_generated() < options_.min_tokens || penalizes();
 }
 
 void SamplerState::adjust(const float *logits, float *adjusted) const {
     constexpr float kOut = -std::numeric_limits<float>::infinity();
-    if (options_.restricted) {
+    if (options_.allowed_token_ids) {
         std::fill_n(adjusted, vocab_size_, kOut);
-        for (const int32_t id : options_.allowed_token_ids)
+        for (const int32_t id : *options_.allowed_token_ids)
             adjusted[id] = logits[id];
     } else {
         std::copy_n(logits, vocab_size_, adjusted);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <utility>
@@ -13,25 +14,36 @@ namespace octavo {
 // random words. Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011.
 void philox(uint32_t (&counter)[4], uint32_t key0, uint32_t key1);
 
+using TokenIds = std::vector<int32_t>;
+using LogitBias = std::vector<std::pair<int32_t, float>>;
+
 // How one sequence's tokens are chosen: the fields of Python's SamplingParams, already validated.
+// OPTION(type, name, default) of each: the struct below and what Python passes (bind/sampler.cpp)
+// are made from this list.
+// clang-format off
+#define OCTAVO_SAMPLING_OPTIONS(OPTION)                                                            \
+    OPTION(float, temperature, 0) /* 0 = greedy */                                                 \
+    OPTION(int64_t, top_k, 0) /* 0 = all */                                                        \
+    OPTION(float, top_p, 1)                                                                        \
+    OPTION(float, min_p, 0)                                                                        \
+    OPTION(double, top_n_sigma, 0) /* 0 or below = all; in single precision 1e-50 would be 0 */    \
+    OPTION(float, presence_penalty, 0)                                                             \
+    OPTION(float, frequency_penalty, 0)                                                            \
+    OPTION(float, repetition_penalty, 1)                                                           \
+    OPTION(LogitBias, logit_bias, {})                                                              \
+    OPTION(std::optional<TokenIds>, allowed_token_ids, {}) /* none = all */                        \
+    OPTION(TokenIds, banned_token_ids, {})                                                         \
+    OPTION(TokenIds, stop_token_ids, {}) /* not drawn before min_tokens */                         \
+    OPTION(int64_t, min_tokens, 0)                                                                 \
+    OPTION(int64_t, logprobs, -1) /* alternatives to report; -1 = no logprobs */                   \
+    OPTION(int64_t, seed, 0)                                                                       \
+    OPTION(uint32_t, choice, 0) /* which of the request's parallel sequences */
+// clang-format on
+
 struct SamplingOptions {
-    float temperature = 0; // 0 = greedy
-    int64_t top_k = 0;     // 0 = all
-    float top_p = 1;
-    float min_p = 0;
-    double top_n_sigma = 0; // 0 or below = all; in single precision 1e-50 would be 0
-    float presence_penalty = 0;
-    float frequency_penalty = 0;
-    float repetition_penalty = 1;
-    std::vector<std::pair<int32_t, float>> logit_bias;
-    bool restricted = false; // to allowed_token_ids
-    std::vector<int32_t> allowed_token_ids;
-    std::vector<int32_t> banned_token_ids;
-    std::vector<int32_t> stop_token_ids; // not drawn before min_tokens
-    int64_t min_tokens = 0;
-    int64_t logprobs = -1; // alternatives to report; -1 = no logprobs
-    uint64_t seed = 0;
-    uint32_t choice = 0; // which of the request's parallel sequences
+#define OCTAVO_FIELD(type, name, otherwise) type name = otherwise;
+    OCTAVO_SAMPLING_OPTIONS(OCTAVO_FIELD)
+#undef OCTAVO_FIELD
 };
 
 // Streams of noise that share no number.

@@ -1,10 +1,11 @@
 #include "batch_sampler.h"
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
-#include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -26,7 +27,6 @@ namespace {
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using Weights = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Probabilities = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Ids = std::vector<int32_t>;
 
 const char *explain(RowError error) {
     return error == RowError::kNotFinite ? "a logit is not a number or infinite"
@@ -50,6 +50,33 @@ const float *row_of(const Logits &logits, int64_t row, int64_t vocab_size) {
         throw std::invalid_argument("row " + std::to_string(row) + " is not one of " +
                                     std::to_string(logits.shape(0)));
     return logits.data() + row * logits.stride(0);
+}
+
+template <typename T> void read_option(const nb::kwargs &given, const char *name, T &option) {
+    if (!given.contains(name))
+        throw nb::type_error(("the option " + std::string(name) + " is missing").c_str());
+    if (!nb::try_cast(given[name], option))
+        throw nb::type_error(("the option " + std::string(name) + " is " +
+                              nb::cast<std::string>(nb::repr(given[name])))
+                                 .c_str());
+}
+
+// Each option of the list has to be given, and no other.
+SamplingOptions read_options(const nb::kwargs &given) {
+    SamplingOptions options;
+#define OCTAVO_READ(type, name, otherwise) read_option(given, #name, options.name);
+    OCTAVO_SAMPLING_OPTIONS(OCTAVO_READ)
+#undef OCTAVO_READ
+#define OCTAVO_NAME(type, name, otherwise) #name,
+    constexpr std::string_view kNames[] = {OCTAVO_SAMPLING_OPTIONS(OCTAVO_NAME)};
+#undef OCTAVO_NAME
+    if (given.size() != std::size(kNames))
+        for (nb::handle key : given.keys()) {
+            const auto name = nb::cast<std::string>(key);
+            if (std::find(std::begin(kNames), std::end(kNames), name) == std::end(kNames))
+                throw nb::type_error(("there is no option " + name).c_str());
+        }
+    return options;
 }
 
 // One Entry for each (row, state), its `logits` and `state` set.
@@ -109,7 +136,8 @@ nb::tuple sample(BatchSampler &sampler, const Logits &logits, const nb::sequence
 }
 
 nb::tuple verify(BatchSampler &sampler, const Logits &logits, const nb::sequence &rows,
-                 const nb::sequence &states, const Ids &guesses, const nb::sequence &drawn_from) {
+                 const nb::sequence &states, const TokenIds &guesses,
+                 const nb::sequence &drawn_from) {
     auto entries = pair_up<BatchSampler::Verification>(sampler, logits, rows, states);
     if (guesses.size() != entries.size() || nb::len(drawn_from) != entries.size())
         throw std::invalid_argument("as many guesses and distributions as states, or none");
@@ -147,8 +175,8 @@ void probabilities(BatchSampler &sampler, const Logits &logits, const nb::sequen
     sampler.probabilities(entries);
 }
 
-nb::list prompt_logprobs(BatchSampler &sampler, const Logits &logits, const Ids &rows,
-                         const Ids &tokens, int64_t top) {
+nb::list prompt_logprobs(BatchSampler &sampler, const Logits &logits, const TokenIds &rows,
+                         const TokenIds &tokens, int64_t top) {
     if (rows.size() != tokens.size())
         throw std::invalid_argument(std::to_string(rows.size()) + " rows for " +
                                     std::to_string(tokens.size()) + " tokens");
@@ -181,38 +209,11 @@ void bind_sampler(nb::module_ &m) {
     nb::class_<SamplerState>(m, "SamplerState")
         .def(
             "__init__",
-            [](SamplerState *self, int64_t vocab_size, const Ids &prompt_token_ids,
-               float temperature, int64_t top_k, float top_p, float min_p, double top_n_sigma,
-               float presence_penalty, float frequency_penalty, float repetition_penalty,
-               std::vector<std::pair<int32_t, float>> logit_bias,
-               std::optional<Ids> allowed_token_ids, Ids banned_token_ids, Ids stop_token_ids,
-               int64_t min_tokens, int64_t logprobs, int64_t seed, uint32_t choice) {
-                SamplingOptions options{
-                    temperature,
-                    top_k,
-                    top_p,
-                    min_p,
-                    top_n_sigma,
-                    presence_penalty,
-                    frequency_penalty,
-                    repetition_penalty,
-                    std::move(logit_bias),
-                    allowed_token_ids.has_value(),
-                    allowed_token_ids ? std::move(*allowed_token_ids) : Ids{},
-                    std::move(banned_token_ids),
-                    std::move(stop_token_ids),
-                    min_tokens,
-                    logprobs,
-                    static_cast<uint64_t>(seed),
-                    choice,
-                };
-                new (self) SamplerState(std::move(options), vocab_size, prompt_token_ids);
+            [](SamplerState *self, int64_t vocab_size, const TokenIds &prompt_token_ids,
+               const nb::kwargs &options) {
+                new (self) SamplerState(read_options(options), vocab_size, prompt_token_ids);
             },
-            nb::kw_only(), "vocab_size"_a, "prompt_token_ids"_a, "temperature"_a, "top_k"_a,
-            "top_p"_a, "min_p"_a, "top_n_sigma"_a, "presence_penalty"_a, "frequency_penalty"_a,
-            "repetition_penalty"_a, "logit_bias"_a, "allowed_token_ids"_a.none(),
-            "banned_token_ids"_a, "stop_token_ids"_a, "min_tokens"_a, "logprobs"_a, "seed"_a,
-            "choice"_a)
+            nb::kw_only(), "vocab_size"_a, "prompt_token_ids"_a, "options"_a)
         .def_prop_ro("num_generated", &SamplerState::num_generated)
         .def("record", &SamplerState::record, "token_id"_a)
         .def("rewind", &SamplerState::rewind, "count"_a)

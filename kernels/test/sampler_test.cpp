@@ -64,13 +64,13 @@ SamplingOptions random_options(Rng &rng, int64_t vocab_size) {
     options.repetition_penalty = pick(rng, {1.0f, 0.01f, 100.0f});
     for (const int32_t id : random_ids(rng, vocab_size, 4))
         options.logit_bias.emplace_back(id, pick(rng, {-100.0f, 3.0f, 100.0f}));
-    options.allowed_token_ids = random_ids(rng, vocab_size, 3);
-    options.restricted = !options.allowed_token_ids.empty();
+    if (auto allowed = random_ids(rng, vocab_size, 3); !allowed.empty())
+        options.allowed_token_ids = std::move(allowed);
     options.banned_token_ids = random_ids(rng, vocab_size, 3);
     options.stop_token_ids = random_ids(rng, vocab_size, 3);
     options.min_tokens = static_cast<int64_t>(rng() % 3);
     options.logprobs = pick<int64_t>(rng, {-1, -1, 0, 5, vocab_size + 3});
-    options.seed = rng();
+    options.seed = static_cast<int64_t>(rng());
     return options;
 }
 

@@ -50,22 +50,7 @@ class SamplerState:
         *,
         vocab_size: int,
         prompt_token_ids: Sequence[int],
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        min_p: float,
-        top_n_sigma: float,
-        presence_penalty: float,
-        frequency_penalty: float,
-        repetition_penalty: float,
-        logit_bias: Sequence[tuple[int, float]],
-        allowed_token_ids: Sequence[int] | None,
-        banned_token_ids: Sequence[int],
-        stop_token_ids: Sequence[int],
-        min_tokens: int,
-        logprobs: int,
-        seed: int,
-        choice: int,
+        **options: object,  # those of kernels/sampler_state.h, each of them
     ) -> None: ...
     @property
     def num_generated(self) -> int: ...

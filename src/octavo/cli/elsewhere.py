@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from octavo.sampling.params import parameters
+
 
 class Flag(NamedTuple):
     """Flags of another server that Octavo does not have under this name.
@@ -174,11 +176,11 @@ LLAMA_CPP = (
     _switch("--no-webui", "there is no web page to switch off", same=True),
     _flag("-p --prompt", "octavo generate MODEL PROMPT"),
     _flag("-f --file", "octavo generate MODEL - < FILE"),
-    _flag("-n --predict --n-predict", "--max-tokens"),
-    _flag("--temp", "--temperature"),
-    _flag("--repeat-penalty", "--repetition-penalty"),
-    _flag("--top-nsigma", "--top-n-sigma"),
-    _flag("-s", "--seed"),
+    *(
+        _flag(row.llama_cpp, "--" + name.replace("_", "-"))
+        for name, row in parameters().items()
+        if row.llama_cpp
+    ),
     _flag("-sys --system-prompt", "octavo chat MODEL --system TEXT"),
     _switch("-cnv --conversation", "octavo chat MODEL"),
     _switch("-i --interactive", "octavo chat MODEL"),

@@ -43,7 +43,6 @@ class NativeSampler:
             **options
             | {
                 "temperature": params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
-                "top_k": max(params.top_k, 0),
                 "logit_bias": list(params.logit_bias.items()),
                 "stop_token_ids": sorted(stop_token_ids),
                 "logprobs": -1 if params.logprobs is None else params.logprobs,

@@ -2,9 +2,11 @@
 
 A field of `SamplingParams` carries its `Parameter`: the values it may have, its type in request
 bodies, its line of help, and whether the native sampler has an option of that name. Validation,
-HTTP fields (server/protocol.py), command-line options (cli/options.py) and the native sampler's
-options (sampling/native.py) read the table, so a new parameter is a field here, whatever applies
-it (kernels/sampler.cpp), and a line in docs/serving.md.
+HTTP fields (server/protocol.py), command-line options (cli/options.py), llama.cpp's flags
+(cli/elsewhere.py), the requests that a certificate tries (tools/verify/trials.py) and the native
+sampler's options (sampling/native.py) read the table, so a new parameter is a field here, its row
+in kernels/sampler_state.h, whatever applies it (kernels/sampler.cpp), and a line in
+docs/serving.md.
 """
 
 from __future__ import annotations
@@ -166,10 +168,20 @@ class Parameter(NamedTuple):
     kind: Kind
     help: str  # for --help
     native: bool  # the native sampler has an option of this name
+    llama_cpp: str  # its flags in llama.cpp, where they have other names
+    tried: Any  # a value that a certificate tries, where no trial there says its own; None: none
 
 
-def _parameter(default: Any, kind: Kind, help: str, *, native: bool = False) -> Any:
-    row = Parameter(kind, help, native)
+def _parameter(
+    default: Any,
+    kind: Kind,
+    help: str,
+    *,
+    native: bool = False,
+    llama_cpp: str = "",
+    tried: Any = None,
+) -> Any:
+    row = Parameter(kind, help, native, llama_cpp, tried)
     if isinstance(default, dict):
         return field(default_factory=dict, metadata={"row": row})
     return field(default=default, metadata={"row": row})
@@ -196,11 +208,12 @@ class SamplingParams:
     # fmt: off
     n: int = _parameter(1, _integer(1, MAX_N), "Answers to each prompt.")
     max_tokens: int | None = _parameter(  # None: until the context is full
-        16, _optional(_integer(1, _INT32_MAX)), "Most new tokens per answer.")
+        16, _optional(_integer(1, _INT32_MAX)), "Most new tokens per answer.",
+        llama_cpp="-n --predict --n-predict")
     min_tokens: int = _parameter(
         0, _integer(0, _INT32_MAX), "No end before this many tokens.", native=True)
     temperature: float = _parameter(  # 0 (or below MIN_TEMPERATURE) = greedy
-        1.0, _number(0, MAX_TEMPERATURE), "0 is greedy.", native=True)
+        1.0, _number(0, MAX_TEMPERATURE), "0 is greedy.", native=True, llama_cpp="--temp")
     top_k: int = _parameter(  # 0 or -1 = all, as is any number from the vocabulary's size on
         0, _integer(-1), "Draw from the k most likely; 0: all.", native=True)
     top_p: float = _parameter(
@@ -211,16 +224,19 @@ class SamplingParams:
         native=True)
     top_n_sigma: float = _parameter(  # 0 or -1 = all
         0.0, _number(0, MAX_TOP_N_SIGMA, other=-1),
-        "Drop logits more than n standard deviations below the greatest; 0: none.", native=True)
+        "Drop logits more than n standard deviations below the greatest; 0: none.", native=True,
+        llama_cpp="--top-nsigma", tried=1.5)
     presence_penalty: float = _parameter(  # generated tokens only
         0.0, _number(-2, 2), "Against tokens already in the answer, -2 to 2.", native=True)
     frequency_penalty: float = _parameter(  # generated tokens only
         0.0, _number(-2, 2), "The same for each time they occurred, -2 to 2.", native=True)
     repetition_penalty: float = _parameter(  # prompt and generated tokens
         1.0, _number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
-        "Above 1: against what prompt and answer have.", native=True)
+        "Above 1: against what prompt and answer have.", native=True,
+        llama_cpp="--repeat-penalty")
     seed: int | None = _parameter(  # None: the engine draws one at admission
-        None, _optional(_integer(-(2**63), 2**63 - 1)), "Same seed, same tokens.", native=True)
+        None, _optional(_integer(-(2**63), 2**63 - 1)), "Same seed, same tokens.", native=True,
+        llama_cpp="-s")
     include_stop_str_in_output: bool = _parameter(
         False, _FLAG, "Keep the stop text in the answer.")
     ignore_eos: bool = _parameter(False, _FLAG, "Go on past the model's own end.")

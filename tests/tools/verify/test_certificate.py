@@ -17,7 +17,7 @@ from octavo.cli.verify import as_text
 from octavo.engine.config import EngineConfig
 from octavo.executor.base import Batch, StepResult
 from octavo.loader.base import Checkpoint
-from octavo.sampling.params import SamplingParams
+from octavo.sampling.params import SamplingParams, parameters
 from octavo.spec_decode.config import SpeculativeConfig
 from octavo.spec_decode.drafter import Draft
 from octavo.tools.verify import bits, certificate, distribution, guessing
@@ -277,9 +277,9 @@ def test_trials_are_of_every_kind(llama: Checkpoint) -> None:
     assert sum(trial.greedy for trial in made) == COUNT // 2
     assert any(trial.params.n > 1 for trial in made)
     assert any(trial.params.prompt_logprobs is not None for trial in made)
-    fields = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
-    default = type(made[0].params)()
-    for field in (*fields, "repetition_penalty", "banned_token_ids", "top_n_sigma"):
+    default = SamplingParams()
+    native = {name for name, row in parameters().items() if row.native}
+    for field in native - {"min_tokens", "allowed_token_ids", "stop_token_ids"}:
         assert any(getattr(t.params, field) != getattr(default, field) for t in made), field
     prompts = [trial.prompt_token_ids for trial in made]
     assert made == trials(llama), "the same each time"

@@ -6,7 +6,7 @@ import random
 from typing import NamedTuple
 
 from octavo.loader.base import Checkpoint
-from octavo.sampling.params import SamplingParams
+from octavo.sampling.params import SamplingParams, parameters
 from octavo.scheduler.request import Request
 
 COUNT = 16
@@ -139,11 +139,8 @@ def _params(index: int, length: int, vocab: int) -> SamplingParams:
             more |= (
                 {"min_p": 0.05, "presence_penalty": 0.4},
                 {"top_k": 20, "frequency_penalty": 0.3},
-                {
-                    "logit_bias": {some[0]: -5.0},
-                    "banned_token_ids": (some[1],),
-                    "top_n_sigma": 1.5,
-                },
+                {"logit_bias": {some[0]: -5.0}, "banned_token_ids": (some[1],)}
+                | {name: row.tried for name, row in parameters().items() if row.tried is not None},
                 {"top_k": 40, "top_p": 0.9, "repetition_penalty": 1.05},
             )[turn]
     return SamplingParams(**(common | more))  # type: ignore[arg-type]

@@ -158,6 +158,14 @@ def _made(op: RmsNorm | Linear | ExpertLinear | None, expert: int = 0) -> Maker 
     return None
 
 
+def _has_values_alone(attention: PagedAttention, config: ModelConfig) -> bool:
+    """Return whether each value serves one input: not with fewer KV heads (as the reference has
+    it), nor where layers share them.
+    """
+    shared = any(layer.shares == attention.layer for layer in config.layers)
+    return attention.kv_heads == config.num_heads and not shared
+
+
 def _maker(
     ops: Sequence[Op],
     source: int,
@@ -174,8 +182,7 @@ def _maker(
             return norm
         case GatedActivation():
             before = sources[source][1]  # up
-        case PagedAttention() as attention if config.num_heads == config.num_kv_heads:
-            # With fewer KV heads a value serves several inputs. (As the reference has it.)
+        case PagedAttention() as attention if _has_values_alone(attention, config):
             store = next(
                 index
                 for index, op in enumerate(ops)

@@ -54,8 +54,8 @@ def mixed(family: str = "llama") -> ModelConfig:
     """Heads of two widths, and one KV head or two; the last two layers have no cache of their own.
     A block is wider than what some groups take of it.
     """
-    near, far = (Rope(10000.0, dim, interleaved=family == "llama") for dim in (16, 44))
-    narrow, wide = Layer(near, 20), Layer(far, num_kv_heads=1, head_dim=44)
+    near, far = (Rope(10000.0, dim, interleaved=family == "llama") for dim in (16, 56))
+    narrow, wide = Layer(near, 20), Layer(far, num_kv_heads=1, head_dim=56)
     shared = replace(narrow, shares=2), replace(wide, shares=1)
     return config(family, layers=(narrow, wide, narrow, *shared))
 

@@ -162,13 +162,13 @@ def test_layers_of_other_heads_are_a_term_each(dtype: KvDtype) -> None:
     cache, layout = KvCacheSize.of(model, 100, 3, dtype), KvLayout.of(model, dtype=dtype)
     near, far = cache.kinds[::-1]
     assert (near.layers, near.kept, near.kv_heads, near.head_dim) == (2, 20, 2, 16)
-    assert (far.layers, far.kept, far.kv_heads, far.head_dim) == (1, 100, 1, 44)
-    assert cache.numbers == 3 * 2 * (2 * 20 * 2 * 16 + 100 * 44) * cache.number_bytes
+    assert (far.layers, far.kept, far.kv_heads, far.head_dim) == (1, 100, 1, 56)
+    assert cache.numbers == 3 * 2 * (2 * 20 * 2 * 16 + 100 * 56) * cache.number_bytes
     assert prod(cache.factors.values()) == cache.numbers
     assert cache.bytes_per_token == layout.bytes_per_token
     assert cache.paged_bytes == 3 * peak_blocks(layout, 100) * layout.block_bytes
     assert cache.block_padding > 0
-    assert cache.steps[0].endswith("1 KV head × 44 wide = 4,400")
+    assert cache.steps[0].endswith("1 KV head × 56 wide = 5,600")
 
 
 @cache

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from octavo.loader.base import CheckpointError
 from octavo.models.config import ModelConfig
 from octavo.models.program import (
     ExpertLinear,
@@ -89,7 +90,15 @@ def roles(op: Op) -> tuple[str, ...]:
 
 
 def split(program: Program) -> tuple[tuple[Op, ...], list[LayerOps]]:
-    """The ops before the first layer, and each layer's."""
+    """The ops before the first layer, and each layer's. Raises `CheckpointError` for layers that
+    cannot be computed by themselves.
+    """
+    for index, layer in enumerate(program.config.layers):
+        if layer.shares is not None:
+            raise CheckpointError(
+                f"layer {index} reads the keys and values of layer {layer.shares}: it cannot be "
+                "computed by itself"
+            )
     starts: list[int] = []
     end = len(program.ops)
     for index, op in enumerate(program.ops):
@@ -158,14 +167,6 @@ def _made(op: RmsNorm | Linear | ExpertLinear | None, expert: int = 0) -> Maker 
     return None
 
 
-def _has_values_alone(attention: PagedAttention, config: ModelConfig) -> bool:
-    """Return whether each value serves one input: not with fewer KV heads (as the reference has
-    it), nor where layers share them.
-    """
-    shared = any(layer.shares == attention.layer for layer in config.layers)
-    return attention.kv_heads == config.num_heads and not shared
-
-
 def _maker(
     ops: Sequence[Op],
     source: int,
@@ -182,7 +183,8 @@ def _maker(
             return norm
         case GatedActivation():
             before = sources[source][1]  # up
-        case PagedAttention() as attention if _has_values_alone(attention, config):
+        case PagedAttention() as attention if attention.kv_heads == config.num_heads:
+            # With fewer KV heads a value serves several inputs. (As the reference has it.)
             store = next(
                 index
                 for index, op in enumerate(ops)

@@ -19,40 +19,62 @@ int64_t ceil_div(int64_t a, int64_t b) {
 
 PagedAttention::PagedAttention(const Tier &tier, const RuntimeConfig &config, int threads)
     : tier_(tier), config_(config), threads_(threads),
-      group_heads_(config.num_heads / config.num_kv_heads), head_bytes_(config.head_bytes()),
-      tile_tokens_(std::max<int64_t>(1, kTileRows / group_heads_)),
-      least_items_(threads > 1 ? threads * kItemsAThread : 0), plans_(config.windows.size()) {
-    const int64_t tiles = config.max_tokens / tile_tokens_ + config.max_seqs;
-    // Of single tokens, what is split has more than a least_items_-th of all chunks, so there are
-    // fewer of them. Tiles of several tokens take as many slots as these have left (plan).
-    const int64_t heads = tiles * config.num_kv_heads;
-    const int64_t split = std::min(least_items_, heads);
-    num_slots_ = split * ceil_div(config.max_blocks_per_seq * config.block_size, kChunk);
-    AttentionShape shape{};
-    shape.heads_per_kv = group_heads_;
-    shape.head_dim = config.head_dim;
-    const int64_t rows = tile_tokens_ * group_heads_;
-    thread_floats_ = ceil_div(shape.state_floats(rows) + shape.scratch_floats(rows), 16) * 16;
-    thread_space_ = Memory(size_t(thread_floats_ * threads) * sizeof(float));
-    slots_ = Memory(size_t(num_slots_ * shape.state_floats(group_heads_)) * sizeof(float));
-    done_ = std::make_unique<std::atomic<int32_t>[]>(size_t(heads));
-    tiles_.reserve(size_t(tiles));
-    for (Plan &plan : plans_) {
+      least_items_(threads > 1 ? threads * kItemsAThread : 0), thread_floats_(0) {
+    int64_t most_heads = 0;
+    int64_t slot_floats = 0;
+    for (const KvGroup &group : config.groups) {
+        Plan plan{};
+        plan.window = group.window;
+        plan.kv_heads = group.kv_heads;
+        plan.head_dim = group.head_dim;
+        plan.group_heads = config.num_heads / group.kv_heads;
+        plan.head_bytes = config.head_bytes(group);
+        plan.tile_tokens = std::max<int64_t>(1, kTileRows / plan.group_heads);
+        const int64_t tiles = config.max_tokens / plan.tile_tokens + config.max_seqs;
+        // Of single tokens, what is split has more than a least_items_-th of all chunks, so there
+        // are fewer of them. Tiles of several tokens take as many slots as these have left (plan).
+        const int64_t heads = tiles * plan.kv_heads;
+        const int64_t split = std::min(least_items_, heads);
+        plan.num_slots = split * ceil_div(config.max_blocks_per_seq * config.block_size, kChunk);
+        const auto same = std::find_if(tilings_.begin(), tilings_.end(), [&](const Tiling &tiling) {
+            return tiling.tile_tokens == plan.tile_tokens;
+        });
+        plan.tiling = size_t(same - tilings_.begin());
+        if (same == tilings_.end()) {
+            tilings_.push_back(Tiling{plan.tile_tokens, {}});
+            tilings_.back().tiles.reserve(size_t(tiles));
+        }
         plan.first_item.reserve(size_t(tiles + 1));
         plan.first_slot.reserve(size_t(tiles));
+        plans_.push_back(std::move(plan));
+
+        AttentionShape shape{};
+        shape.heads_per_kv = plans_.back().group_heads;
+        shape.head_dim = group.head_dim;
+        const int64_t rows = plans_.back().tile_tokens * shape.heads_per_kv;
+        thread_floats_ =
+            std::max(thread_floats_,
+                     ceil_div(shape.state_floats(rows) + shape.scratch_floats(rows), 16) * 16);
+        slot_floats =
+            std::max(slot_floats, plans_.back().num_slots * shape.state_floats(shape.heads_per_kv));
+        most_heads = std::max(most_heads, heads);
     }
+    thread_space_ = Memory(size_t(thread_floats_ * threads) * sizeof(float));
+    slots_ = Memory(size_t(slot_floats) * sizeof(float));
+    done_ = std::make_unique<std::atomic<int32_t>[]>(size_t(most_heads));
 }
 
 AttentionShape PagedAttention::shape_of(const Layer &layer) const {
+    const Plan &plan = plans_[size_t(layer.group)];
     AttentionShape shape{};
-    shape.heads_per_kv = group_heads_;
-    shape.head_dim = config_.head_dim;
+    shape.heads_per_kv = plan.group_heads;
+    shape.head_dim = plan.head_dim;
     shape.block_size = config_.block_size;
-    shape.block_bytes = config_.block_bytes();
+    shape.block_bytes = config_.block_bytes;
     shape.kind = config_.kv_kind;
     shape.scale = layer.scale;
     shape.softcap = layer.softcap;
-    shape.window = config_.windows[size_t(layer.group)];
+    shape.window = plan.window;
     return shape;
 }
 
@@ -67,38 +89,42 @@ AttentionQuery PagedAttention::query_of(int64_t group, const Tile &tile) const {
 
 void PagedAttention::plan(const StepBatch &batch) {
     batch_ = &batch;
-    tiles_.clear();
-    for (int32_t seq = 0; seq < int32_t(batch.seqs); ++seq) {
-        // The last first: they see the most keys.
-        const int32_t begin = batch.seq_offsets[seq];
-        for (int32_t end = batch.seq_offsets[seq + 1]; end > begin;) {
-            const int32_t token = std::max(begin, end - int32_t(tile_tokens_));
-            tiles_.push_back(Tile{seq, token, end - token});
-            end = token;
+    for (Tiling &tiling : tilings_) {
+        tiling.tiles.clear();
+        for (int32_t seq = 0; seq < int32_t(batch.seqs); ++seq) {
+            // The last first: they see the most keys.
+            const int32_t begin = batch.seq_offsets[seq];
+            for (int32_t end = batch.seq_offsets[seq + 1]; end > begin;) {
+                const int32_t token = std::max(begin, end - int32_t(tiling.tile_tokens));
+                tiling.tiles.push_back(Tile{seq, token, end - token});
+                end = token;
+            }
         }
     }
-    const int64_t heads = config_.num_kv_heads;
     for (size_t group = 0; group < plans_.size(); ++group) {
         Plan &plan = plans_[group];
+        const std::vector<Tile> &tiles = tiles_of(plan);
+        const int64_t heads = plan.kv_heads;
         const auto chunks_of = [&](const Tile &tile) {
             const AttentionQuery query = query_of(int64_t(group), tile);
-            return query.end_chunk() - query.first_chunk(config_.windows[group]);
+            return query.end_chunk() - query.first_chunk(plan.window);
         };
         plan.first_item.clear();
         plan.first_slot.clear();
         int64_t chunks = 0;
-        for (const Tile &tile : tiles_)
+        for (const Tile &tile : tiles)
             chunks += chunks_of(tile) * tile.tokens * heads;
         plan.piece = least_items_ > 0 ? ceil_div(chunks, least_items_) : chunks;
         int64_t items = 0;
         int64_t slots = 0;
-        for (const Tile &tile : tiles_) {
+        for (const Tile &tile : tiles) {
             plan.first_item.push_back(items);
             plan.first_slot.push_back(slots);
             const int64_t seen = chunks_of(tile);
             const int64_t states = seen * tile.tokens * heads;
-            const bool few = tile.tokens == 1 || tile.tokens * group_heads_ <= kFewRows;
-            const bool split = few && seen > plan.piece_of(tile) && slots + states <= num_slots_;
+            const bool few = tile.tokens == 1 || tile.tokens * plan.group_heads <= kFewRows;
+            const bool split =
+                few && seen > plan.piece_of(tile) && slots + states <= plan.num_slots;
             items += (split ? ceil_div(seen, plan.piece_of(tile)) : 1) * heads;
             slots += split ? states : 0;
         }
@@ -113,16 +139,17 @@ Job PagedAttention::job(int64_t group) const {
 
 PagedAttention::Item PagedAttention::item_at(const Layer &layer, int64_t item, int64_t tile) const {
     const Plan &plan = plans_[size_t(layer.group)];
-    const int64_t heads = config_.num_kv_heads;
+    const Tile &of = tiles_of(plan)[size_t(tile)];
     const int64_t within = item - plan.first_item[size_t(tile)];
     Item out{};
     out.tile = tile;
-    out.pieces = (plan.first_item[size_t(tile) + 1] - plan.first_item[size_t(tile)]) / heads;
+    out.pieces =
+        (plan.first_item[size_t(tile) + 1] - plan.first_item[size_t(tile)]) / plan.kv_heads;
     out.head = within / out.pieces;
     out.piece = within % out.pieces;
-    out.span.query = query_of(layer.group, tiles_[size_t(tile)]);
-    out.first_chunk = out.span.query.first_chunk(config_.windows[size_t(layer.group)]);
-    const int64_t piece = plan.piece_of(tiles_[size_t(tile)]);
+    out.span.query = query_of(layer.group, of);
+    out.first_chunk = out.span.query.first_chunk(plan.window);
+    const int64_t piece = plan.piece_of(of);
     out.span.begin = out.first_chunk + out.piece * piece;
     out.span.end = out.span.query.end_chunk();
     if (out.pieces > 1)
@@ -135,15 +162,17 @@ void PagedAttention::run(const Layer &layer, const float *q, int64_t ldq, float 
     const AttentionKernels &kernels = tier_.attention;
     const AttentionShape shape = shape_of(layer);
     const Plan &plan = plans_[size_t(layer.group)];
-    const int64_t heads = config_.num_kv_heads;
-    const int64_t width = group_heads_ * config_.head_dim;
+    const std::vector<Tile> &tiles = tiles_of(plan);
+    const int64_t heads = plan.kv_heads;
+    const int64_t group_heads = plan.group_heads;
+    const int64_t width = group_heads * plan.head_dim;
     float *state = reinterpret_cast<float *>(thread_space_.data()) + thread * thread_floats_;
-    float *scratch = state + shape.state_floats(tile_tokens_ * group_heads_);
+    float *scratch = state + shape.state_floats(plan.tile_tokens * group_heads);
     const auto at = [&](int64_t item, int64_t tile) {
         Item found = item_at(layer, item, tile);
-        found.span.query.q = q + tiles_[size_t(tile)].token * ldq + found.head * width;
+        found.span.query.q = q + tiles[size_t(tile)].token * ldq + found.head * width;
         found.span.query.ldq = ldq;
-        found.span.query.head = arena + (layer.index * heads + found.head) * head_bytes_;
+        found.span.query.head = arena + (layer.index * heads + found.head) * plan.head_bytes;
         return found;
     };
     const auto after = std::upper_bound(plan.first_item.begin(), plan.first_item.end(), begin);
@@ -156,7 +185,7 @@ void PagedAttention::run(const Layer &layer, const float *q, int64_t ldq, float 
             next = at(item + 1, same ? here.tile : here.tile + 1);
         }
         const AttentionSpan *ahead = more ? &next.span : nullptr;
-        const Tile &tile = tiles_[size_t(here.tile)];
+        const Tile &tile = tiles[size_t(here.tile)];
         float *to = out + tile.token * ldo + here.head * width;
         if (here.pieces == 1) {
             kernels.attend(shape, here.span, ahead, false, state, scratch);
@@ -165,9 +194,9 @@ void PagedAttention::run(const Layer &layer, const float *q, int64_t ldq, float 
             const int64_t chunks = here.span.query.end_chunk() - here.first_chunk;
             const int64_t slot =
                 plan.first_slot[size_t(here.tile)] + here.head * chunks * tile.tokens;
-            const int64_t rows = tile.tokens * group_heads_;
+            const int64_t rows = tile.tokens * group_heads;
             float *slots =
-                reinterpret_cast<float *>(slots_.data()) + slot * shape.state_floats(group_heads_);
+                reinterpret_cast<float *>(slots_.data()) + slot * shape.state_floats(group_heads);
             kernels.attend(shape, here.span, ahead, true,
                            slots + (here.span.begin - here.first_chunk) * shape.state_floats(rows),
                            scratch);
@@ -185,11 +214,12 @@ void PagedAttention::run(const Layer &layer, const float *q, int64_t ldq, float 
 void PagedAttention::store(const Layer &layer, int64_t slot, int64_t tokens, const float *k,
                            int64_t ldk, const float *v, int64_t ldv, std::byte *block) const {
     const AttentionShape shape = shape_of(layer);
-    const int64_t heads = config_.num_kv_heads;
+    const Plan &plan = plans_[size_t(layer.group)];
+    const int64_t heads = plan.kv_heads;
     for (int64_t h = 0; h < heads; ++h) {
-        tier_.attention.store(shape, slot, tokens, k + h * config_.head_dim, ldk,
-                              v + h * config_.head_dim, ldv,
-                              block + (layer.index * heads + h) * head_bytes_);
+        tier_.attention.store(shape, slot, tokens, k + h * plan.head_dim, ldk,
+                              v + h * plan.head_dim, ldv,
+                              block + (layer.index * heads + h) * plan.head_bytes);
     }
 }
 

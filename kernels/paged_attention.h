@@ -47,8 +47,16 @@ class PagedAttention {
         int32_t token;
         int32_t tokens;
     };
-    // A KV group's items: of each tile, all pieces of its first head, and so on.
+    // A KV group, and its items: of each tile, all pieces of its first head, and so on.
     struct Plan {
+        int64_t window;
+        int64_t kv_heads;
+        int64_t head_dim;
+        int64_t group_heads; // query heads of a KV head
+        int64_t head_bytes;  // of a block: keys and values of one head
+        int64_t tile_tokens;
+        size_t tiling;                   // that its tiles are of
+        int64_t num_slots;               // that its layers may use
         int64_t piece = 0;               // most chunks of an item, times its tokens
         std::vector<int64_t> first_item; // of each tile, and past the last
         std::vector<int64_t> first_slot; // of each tile, among the states that wait to be merged
@@ -57,6 +65,11 @@ class PagedAttention {
         int64_t piece_of(const Tile &tile) const {
             return tile.tokens == 1 ? piece : std::max<int64_t>(4, piece / tile.tokens);
         }
+    };
+    // The batch in tiles of so many tokens: groups with as many query heads a KV head share them.
+    struct Tiling {
+        int64_t tile_tokens;
+        std::vector<Tile> tiles;
     };
     struct Item {
         int64_t tile;
@@ -69,24 +82,23 @@ class PagedAttention {
 
     AttentionShape shape_of(const Layer &layer) const;
     AttentionQuery query_of(int64_t group, const Tile &tile) const;
+    const std::vector<Tile> &tiles_of(const Plan &plan) const {
+        return tilings_[plan.tiling].tiles;
+    }
     Item item_at(const Layer &layer, int64_t item, int64_t tile) const;
 
     const Tier &tier_;
     const RuntimeConfig &config_;
     const int threads_;
-    const int64_t group_heads_; // query heads of a KV head
-    const int64_t head_bytes_;  // of a block: keys and values of one head
-    const int64_t tile_tokens_;
     const int64_t least_items_; // wanted of a job; 0: nothing is split
 
     const StepBatch *batch_ = nullptr;
-    std::vector<Tile> tiles_;
+    std::vector<Tiling> tilings_;
     std::vector<Plan> plans_;                      // by group
     std::unique_ptr<std::atomic<int32_t>[]> done_; // pieces, [tiles][KV heads]; zero between jobs
     int64_t thread_floats_;
     Memory thread_space_; // a thread's state and scratch
-    int64_t num_slots_;
-    Memory slots_; // states of single chunks, of a token's queries on one KV head
+    Memory slots_;        // states of single chunks, of a token's queries on one KV head
 };
 
 } // namespace octavo

@@ -51,25 +51,30 @@ const RuntimeConfig &checked(const RuntimeConfig &config) {
     check_range("max_blocks_per_seq", config.max_blocks_per_seq, 1, 1 << 24);
     check_range("num_blocks", config.num_blocks, 1, INT32_MAX);
     check_range("vocab_size", config.vocab_size, 1, 1 << 24);
-    check_range("layers_per_group", config.layers_per_group, 1, 1024);
     check_range("block_size", config.block_size, 1, 4096);
-    check_range("num_kv_heads", config.num_kv_heads, 1, 1024);
     check_range("num_heads", config.num_heads, 1, 1024);
-    check_range("head_dim", config.head_dim, 2, 1024);
     check_range("kv_kind", int64_t(config.kv_kind), 0, 3);
     check_range("positions", config.max_blocks_per_seq * config.block_size, 1, 1 << 30);
     if (config.block_size % kTokenTile != 0) {
         refuse("block_size is " + text(config.block_size) + ", not a multiple of " +
                text(kTokenTile));
     }
-    if (config.head_dim % 2 != 0)
-        refuse("head_dim is " + text(config.head_dim) + ", not even");
-    if (config.num_heads % config.num_kv_heads != 0) {
-        refuse("num_heads " + text(config.num_heads) + " is not a multiple of num_kv_heads " +
-               text(config.num_kv_heads));
-    }
-    if (config.windows.empty())
+    if (config.groups.empty())
         refuse("there is no KV group");
+    for (const KvGroup &group : config.groups) {
+        check_range("layers of a KV group", group.layers, 1, 1024);
+        check_range("window", group.window, 0, int64_t(1) << 62);
+        check_range("num_kv_heads", group.kv_heads, 1, 1024);
+        check_range("head_dim", group.head_dim, 2, 1024);
+        if (group.head_dim % 2 != 0)
+            refuse("head_dim is " + text(group.head_dim) + ", not even");
+        if (config.num_heads % group.kv_heads != 0) {
+            refuse("num_heads " + text(config.num_heads) + " is not a multiple of num_kv_heads " +
+                   text(group.kv_heads));
+        }
+        check_range("bytes of a block", config.block_bytes, config.group_bytes(group),
+                    int64_t(1) << 40);
+    }
     return config;
 }
 
@@ -108,11 +113,10 @@ void check_zeros(Format format, const std::byte *data, int64_t n, int64_t k, int
 }
 
 Runtime::Runtime(const Tier &tier, const RuntimeConfig &config, std::shared_ptr<ThreadPool> pool)
-    : tier_(tier), config_(checked(config)), block_bytes_(config.block_bytes()),
-      shared_pool_(std::move(pool)), pool_(*shared_pool_), ordered_(size_t(pool_.size())),
-      shared_rows_(kChunkRows * pool_.size()),
+    : tier_(tier), config_(checked(config)), shared_pool_(std::move(pool)), pool_(*shared_pool_),
+      ordered_(size_t(pool_.size())), shared_rows_(kChunkRows * pool_.size()),
       logits_(size_t(config.logits_slice * config.vocab_size) * sizeof(float)),
-      arena_(size_t(config.num_blocks) * size_t(block_bytes_)),
+      arena_(size_t(config.num_blocks) * size_t(config.block_bytes)),
       attention_(tier, config_, pool_.size()), token_seqs_(size_t(config.max_tokens)),
       slot_seen_(size_t(config.max_seqs)) {}
 
@@ -198,7 +202,7 @@ int64_t Runtime::scale_vector(int64_t vector, float factor) {
 
 int64_t Runtime::add_rope(int64_t dim, bool interleaved, const std::vector<double> &frequencies,
                           double magnitude) {
-    check_range("rope dim", dim, 2, config_.head_dim);
+    check_range("rope dim", dim, 2, 1024);
     if (dim % 2 != 0 || int64_t(frequencies.size()) * 2 != dim) {
         refuse("rope dim " + text(dim) + " with " + text(int64_t(frequencies.size())) +
                " frequencies");
@@ -270,9 +274,15 @@ void Runtime::check_vector(int64_t index, int64_t size) const {
     check_range("vector size", int64_t(vectors_[size_t(index)].size()), size, size);
 }
 
-void Runtime::check_layer(int64_t group, int64_t layer) const {
-    check_range("KV group", group, 0, int64_t(config_.windows.size()) - 1);
-    check_range("layer of a KV group", layer, 0, config_.layers_per_group - 1);
+const KvGroup &Runtime::checked_group(int64_t group, int64_t layer) const {
+    check_range("KV group", group, 0, int64_t(config_.groups.size()) - 1);
+    check_range("layer of a KV group", layer, 0, config_.groups[size_t(group)].layers - 1);
+    return config_.groups[size_t(group)];
+}
+
+void Runtime::check_rope(int64_t rope, int64_t head_dim) const {
+    check_range("rope", rope, 0, int64_t(ropes_.size()) - 1);
+    check_range("rope dim", ropes_[size_t(rope)].dim, 2, head_dim);
 }
 
 void Runtime::check_routing(int64_t index) const {
@@ -437,15 +447,22 @@ void Runtime::check_region(Region &region, Program &program) {
             value(step.out, 2 * ropes_[size_t(step.rope)].dim, "angles");
             program.cached = true;
         } else if constexpr (std::is_same_v<Step, RopeStoreStep>) {
-            check_range("rope", step.rope, 0, int64_t(ropes_.size()) - 1);
-            check_layer(step.group, step.layer);
-            value(step.q, config_.num_heads * config_.head_dim, "q");
-            value(step.k, config_.num_kv_heads * config_.head_dim, "k");
-            value(step.v, config_.num_kv_heads * config_.head_dim, "v");
+            const KvGroup &group = checked_group(step.group, step.layer);
+            check_rope(step.rope, group.head_dim);
+            value(step.q, config_.num_heads * group.head_dim, "q");
+            value(step.k, group.kv_heads * group.head_dim, "k");
+            value(step.v, group.kv_heads * group.head_dim, "v");
             value(step.angles, 2 * ropes_[size_t(step.rope)].dim, "angles");
             program.cached = true;
             if (selected)
                 refuse("keys of selected rows only");
+        } else if constexpr (std::is_same_v<Step, RotateStep>) {
+            check_range("head_dim", step.head_dim, 2, 1024);
+            check_rope(step.rope, step.head_dim);
+            value(step.q, config_.num_heads * step.head_dim, "q");
+            value(step.angles, 2 * ropes_[size_t(step.rope)].dim, "angles");
+            if (selected)
+                refuse("queries of selected rows only");
         } else if constexpr (std::is_same_v<Step, KeepStep>) {
             value(step.x, step.width, "kept rows");
             if (!selected || (hidden_width_ > 0 && hidden_width_ != step.width))
@@ -492,9 +509,11 @@ void Runtime::check_region(Region &region, Program &program) {
             linear->blocks += column_blocks(matrix.n);
         }
     } else if (const auto *attention = std::get_if<AttentionRegion>(&region.work)) {
-        check_layer(attention->layer.group, attention->layer.index);
-        value(attention->q, config_.num_heads * config_.head_dim, "q");
-        value(attention->out, config_.num_heads * config_.head_dim, "attention output");
+        const int64_t width =
+            config_.num_heads *
+            checked_group(attention->layer.group, attention->layer.index).head_dim;
+        value(attention->q, width, "q");
+        value(attention->out, width, "attention output");
         program.cached = true;
         if (selected || attention->q.local || attention->out.local)
             refuse("attention of selected rows only, or of a thread's");
@@ -577,8 +596,8 @@ void Runtime::validate_sequences(const StepBatch &batch) const {
                 refuse("positions of sequence " + text(s) + " are not consecutive");
             }
         }
-        for (size_t g = 0; g < config_.windows.size(); ++g) {
-            const int64_t window = config_.windows[g];
+        for (size_t g = 0; g < config_.groups.size(); ++g) {
+            const int64_t window = config_.groups[g].window;
             const int64_t low = window > 0 ? std::max<int64_t>(0, first - window + 1) : 0;
             const int32_t *blocks =
                 batch.block_tables +
@@ -855,7 +874,8 @@ void Runtime::plan_jobs() {
     jobs_.clear();
     spans_.clear();
     if (batch_.num_copies > 0) {
-        jobs_.push_back(Job{block_bytes_, std::max<int64_t>(64, block_bytes_ / 32 / 64 * 64)});
+        const int64_t bytes = config_.block_bytes;
+        jobs_.push_back(Job{bytes, std::max<int64_t>(64, bytes / 32 / 64 * 64)});
         spans_.push_back(Span{0, 0, false});
     }
     for (size_t i = 0; i < regions.size();) {
@@ -1025,17 +1045,23 @@ void Runtime::run(const AngleStep &step, int64_t row, const Scope &scope) {
 
 void Runtime::run(const RopeStoreStep &step, int64_t row, const Scope &scope) {
     const RopeTable &rope = ropes_[size_t(step.rope)];
-    const auto rotate = rope.interleaved ? tier_.row.rope_pairs : tier_.row.rope_halves;
-    const float *cosines = row_of(step.angles, row, scope);
-    const float *sines = cosines + rope.dim;
-    const int64_t dim = config_.head_dim;
-    float *q = row_of(step.q, row, scope);
-    for (int64_t h = 0; h < config_.num_heads; ++h)
-        rotate(q + h * dim, cosines, sines, rope.dim);
+    const KvGroup &group = config_.groups[size_t(step.group)];
+    const float *angles = row_of(step.angles, row, scope);
+    rotate(rope, angles, row_of(step.q, row, scope), config_.num_heads, group.head_dim);
+    rotate(rope, angles, row_of(step.k, row, scope), group.kv_heads, group.head_dim);
+}
 
-    float *k = row_of(step.k, row, scope);
-    for (int64_t h = 0; h < config_.num_kv_heads; ++h)
-        rotate(k + h * dim, cosines, sines, rope.dim);
+void Runtime::run(const RotateStep &step, int64_t row, const Scope &scope) {
+    rotate(ropes_[size_t(step.rope)], row_of(step.angles, row, scope), row_of(step.q, row, scope),
+           config_.num_heads, step.head_dim);
+}
+
+// Every head of a row, by its token's cosines and sines.
+void Runtime::rotate(const RopeTable &rope, const float *angles, float *x, int64_t heads,
+                     int64_t head_dim) const {
+    const auto rotate = rope.interleaved ? tier_.row.rope_pairs : tier_.row.rope_halves;
+    for (int64_t h = 0; h < heads; ++h)
+        rotate(x + h * head_dim, angles, angles + rope.dim, rope.dim);
 }
 
 void Runtime::store(const RopeStoreStep &step, const Scope &scope, int64_t begin, int64_t end) {

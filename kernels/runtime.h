@@ -19,6 +19,14 @@
 
 namespace octavo {
 
+// Layers whose keys and values lie in the same blocks, in their order.
+struct KvGroup {
+    int64_t layers;
+    int64_t window; // 0: none
+    int64_t kv_heads;
+    int64_t head_dim;
+};
+
 struct RuntimeConfig {
     int64_t max_tokens;
     int64_t max_logits_rows;
@@ -27,19 +35,19 @@ struct RuntimeConfig {
     int64_t max_blocks_per_seq;
     int64_t num_blocks;
     int64_t vocab_size;
-    std::vector<int64_t> windows; // one a KV group; 0: none
-    int64_t layers_per_group;
-    int64_t block_size;
+    std::vector<KvGroup> groups;
+    int64_t block_size;  // tokens
+    int64_t block_bytes; // of any group: what the largest takes, or more
     int64_t num_heads;
-    int64_t num_kv_heads;
-    int64_t head_dim;
     KvKind kv_kind;
 
-    // Of a block: keys and values of one head of one layer, and of all.
-    int64_t head_bytes() const {
-        return block_size / kTokenTile * KvTileBytes::of(kv_kind, head_dim).total();
+    // Of a group's block: keys and values of one head of one layer, and of all.
+    int64_t head_bytes(const KvGroup &group) const {
+        return block_size / kTokenTile * KvTileBytes::of(kv_kind, group.head_dim).total();
     }
-    int64_t block_bytes() const { return layers_per_group * num_kv_heads * head_bytes(); }
+    int64_t group_bytes(const KvGroup &group) const {
+        return group.layers * group.kv_heads * head_bytes(group);
+    }
 };
 
 // A matrix [rows, width] of floats in an activation arena, which has room for some number of rows:
@@ -97,6 +105,12 @@ struct RopeStoreStep {
     int64_t group; // of KV blocks
     int64_t layer; // within the group
 };
+// Rotates the queries of a layer that stores no keys.
+struct RotateStep {
+    Value q, angles;
+    int64_t rope;
+    int64_t head_dim;
+};
 // Row r of out = row logits_rows[r] of x.
 struct GatherStep {
     Value x, out;
@@ -138,9 +152,9 @@ struct CombineStep {
     Value out;
     int64_t width;
 };
-using RowStep =
-    std::variant<EmbedStep, InputStep, FunctionStep, PrepareStep, AngleStep, RopeStoreStep,
-                 GatherStep, KeepStep, RouteStep, SpreadStep, PrepareEachStep, CombineStep>;
+using RowStep = std::variant<EmbedStep, InputStep, FunctionStep, PrepareStep, AngleStep,
+                             RopeStoreStep, RotateStep, GatherStep, KeepStep, RouteStep, SpreadStep,
+                             PrepareEachStep, CombineStep>;
 
 // Regions: each begins when the one before is done.
 struct RowsRegion {
@@ -262,10 +276,10 @@ class Runtime {
     std::shared_ptr<ThreadPool> pool() const { return shared_pool_; }
     const Tier &tier() const { return tier_; }
     const RuntimeConfig &config() const { return config_; }
-    int64_t block_bytes() const { return block_bytes_; }
+    int64_t block_bytes() const { return config_.block_bytes; }
     size_t weight_bytes() const;
     size_t arena_bytes() const { return arena_.size(); }
-    std::byte *block(int64_t index) const { return arena_.data() + index * block_bytes_; }
+    std::byte *block(int64_t index) const { return arena_.data() + index * config_.block_bytes; }
 
     // Building, for one program after the other: weights, whose packed sizes are known beforehand,
     // then regions over an activation arena, which all programs share. A matrix's rows are packed
@@ -404,6 +418,9 @@ class Runtime {
     void run(const PrepareStep &step, int64_t row, const Scope &scope);
     void run(const AngleStep &step, int64_t row, const Scope &scope);
     void run(const RopeStoreStep &step, int64_t row, const Scope &scope);
+    void run(const RotateStep &step, int64_t row, const Scope &scope);
+    void rotate(const RopeTable &rope, const float *angles, float *x, int64_t heads,
+                int64_t head_dim) const;
     void store(const RopeStoreStep &step, const Scope &scope, int64_t begin, int64_t end);
     void run(const GatherStep &step, int64_t row, const Scope &scope);
     void run(const KeepStep &step, int64_t row, const Scope &scope);
@@ -452,7 +469,8 @@ class Runtime {
     void check_matrix(int64_t index) const;
     void check_vector(int64_t index, int64_t size) const;
     void check_prepared(const Prepared &rows, Format format, int64_t k) const;
-    void check_layer(int64_t group, int64_t layer) const;
+    const KvGroup &checked_group(int64_t group, int64_t layer) const;
+    void check_rope(int64_t rope, int64_t head_dim) const;
     void check_routing(int64_t index) const;
     // Of slots.
     void check_slots(const Value &value, int64_t width, int64_t routing, const char *what) const;
@@ -462,7 +480,6 @@ class Runtime {
 
     const Tier &tier_;
     const RuntimeConfig config_;
-    const int64_t block_bytes_;
     std::shared_ptr<ThreadPool> shared_pool_;
     ThreadPool &pool_;
     std::vector<Memory> weights_;

@@ -23,6 +23,7 @@ template <int dims> using Ints = nb::ndarray<const int32_t, nb::ndim<dims>, nb::
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig>;
 using ByteRows = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig>;
 using FloatRows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig>;
+using GroupFields = std::tuple<int64_t, int64_t, int64_t, int64_t>; // as KvGroup's
 using RegionFields = std::tuple<std::string, bool, decltype(Region::work)>;
 
 void check_size(const char *name, size_t size, size_t expected) {
@@ -56,7 +57,7 @@ nb::object step(Runtime &runtime, const Ints<1> &token_ids, const Ints<1> &posit
     if (program.cached) {
         check_size("positions", positions.size(), tokens);
         check_size("seq_offsets", seq_offsets.size(), seq_slots.size() + 1);
-        check_size("block_tables", block_tables.shape(0), config.windows.size());
+        check_size("block_tables", block_tables.shape(0), config.groups.size());
         check_size("block_tables[0]", block_tables.shape(1), size_t(config.max_seqs));
         check_size("block_tables[0, 0]", block_tables.shape(2), size_t(config.max_blocks_per_seq));
     }
@@ -180,6 +181,8 @@ void bind_runtime(nb::module_ &m) {
     nb::class_<RopeStoreStep>(m, "RopeStoreStep")
         .def(nb::init<Value, Value, Value, Value, int64_t, int64_t, int64_t>(), "q"_a, "k"_a, "v"_a,
              "angles"_a, "rope"_a, "group"_a, "layer"_a);
+    nb::class_<RotateStep>(m, "RotateStep")
+        .def(nb::init<Value, Value, int64_t, int64_t>(), "q"_a, "angles"_a, "rope"_a, "head_dim"_a);
     nb::class_<GatherStep>(m, "GatherStep")
         .def(nb::init<Value, Value, int64_t>(), "x"_a, "out"_a, "width"_a);
     nb::class_<KeepStep>(m, "KeepStep").def(nb::init<Value, int64_t>(), "x"_a, "width"_a);
@@ -233,20 +236,21 @@ void bind_runtime(nb::module_ &m) {
             [](Runtime *self, const std::string &isa, std::shared_ptr<ThreadPool> pool,
                int64_t max_tokens, int64_t max_logits_rows, int64_t logits_slice, int64_t max_seqs,
                int64_t max_blocks_per_seq, int64_t num_blocks, int64_t vocab_size,
-               std::vector<int64_t> windows, int64_t layers_per_group, int64_t block_size,
-               int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int kv_kind) {
-                new (self)
-                    Runtime(find_tier(isa),
-                            RuntimeConfig{max_tokens, max_logits_rows, logits_slice, max_seqs,
-                                          max_blocks_per_seq, num_blocks, vocab_size,
-                                          std::move(windows), layers_per_group, block_size,
-                                          num_heads, num_kv_heads, head_dim, KvKind(kv_kind)},
-                            std::move(pool));
+               const std::vector<GroupFields> &groups, int64_t block_size, int64_t block_bytes,
+               int64_t num_heads, int kv_kind) {
+                std::vector<KvGroup> kinds;
+                for (const auto &[layers, window, kv_heads, head_dim] : groups)
+                    kinds.push_back(KvGroup{layers, window, kv_heads, head_dim});
+                new (self) Runtime(find_tier(isa),
+                                   RuntimeConfig{max_tokens, max_logits_rows, logits_slice,
+                                                 max_seqs, max_blocks_per_seq, num_blocks,
+                                                 vocab_size, std::move(kinds), block_size,
+                                                 block_bytes, num_heads, KvKind(kv_kind)},
+                                   std::move(pool));
             },
             nb::kw_only(), "isa"_a, "pool"_a, "max_tokens"_a, "max_logits_rows"_a, "logits_slice"_a,
-            "max_seqs"_a, "max_blocks_per_seq"_a, "num_blocks"_a, "vocab_size"_a, "windows"_a,
-            "layers_per_group"_a, "block_size"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
-            "kv_kind"_a)
+            "max_seqs"_a, "max_blocks_per_seq"_a, "num_blocks"_a, "vocab_size"_a, "groups"_a,
+            "block_size"_a, "block_bytes"_a, "num_heads"_a, "kv_kind"_a)
         .def_prop_ro("pool", &Runtime::pool)
         .def_prop_ro("isa", [](const Runtime &runtime) { return runtime.tier().name; })
         .def_prop_ro("block_bytes", &Runtime::block_bytes)

@@ -126,16 +126,16 @@ struct Case {
         config.max_seqs = seqs;
         config.max_blocks_per_seq = blocks;
         config.num_blocks = blocks * seqs;
-        config.windows = {0};
         config.block_size = 16;
         config.num_heads = shape.heads;
-        config.num_kv_heads = shape.kv_heads;
-        config.head_dim = shape.dim;
         config.kv_kind = kind;
-        const int64_t layer_bytes = layer_tokens(seqs, blocks * 16) * token_bytes();
-        config.layers_per_group =
-            tokens > 1 ? 1 : std::clamp<int64_t>(kBytes / layer_bytes, 1, 1000);
-        arena = Memory(size_t(layer_bytes * config.layers_per_group));
+        config.groups = {{1, 0, shape.kv_heads, shape.dim}};
+        KvGroup &group = config.groups[0];
+        const int64_t layer_bytes = config.group_bytes(group) * config.num_blocks;
+        if (tokens == 1)
+            group.layers = std::clamp<int64_t>(kBytes / layer_bytes, 1, 1000);
+        config.block_bytes = config.group_bytes(group);
+        arena = Memory(size_t(layer_bytes * group.layers));
         // Small numbers in either format, and small scales.
         auto *halves = reinterpret_cast<uint16_t *>(arena.data());
         for (size_t i = 0; i < arena.size() / 2; ++i)
@@ -160,16 +160,11 @@ struct Case {
         batch.block_tables = tables.data();
     }
 
-    int64_t token_bytes() const {
-        return config.num_kv_heads * config.head_bytes() / config.block_size;
-    }
-    static int64_t layer_tokens(int64_t seqs, int64_t length) { return seqs * length; }
-
     double seconds(ThreadPool &pool, const Tier &tier, int repeats) {
         PagedAttention attention(tier, config, pool.size());
         attention.plan(batch);
-        const std::vector<Job> jobs(size_t(config.layers_per_group), attention.job(0));
-        const int64_t width = config.num_heads * config.head_dim;
+        const std::vector<Job> jobs(size_t(config.groups[0].layers), attention.job(0));
+        const int64_t width = config.num_heads * config.groups[0].head_dim;
         return best_of(repeats, [&] {
             pool.run(jobs.data(), int64_t(jobs.size()),
                      [&](int64_t layer, int thread, int64_t begin, int64_t end) {
@@ -218,7 +213,7 @@ int main(int argc, char **argv) {
                 const double rate = 1e-9 * double(test.arena.size()) / took;
                 std::printf(
                     "  decode %2ld at %4ld: %6.2f us a layer, %5.1f of %.1f GB/s (%.0f %%)\n",
-                    long(seqs), long(context), 1e6 * took / double(test.config.layers_per_group),
+                    long(seqs), long(context), 1e6 * took / double(test.config.groups[0].layers),
                     rate, limit, 100 * rate / limit);
                 std::fflush(stdout);
             }

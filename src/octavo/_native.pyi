@@ -131,6 +131,9 @@ class RopeStoreStep:
         self, q: Value, k: Value, v: Value, angles: Value, rope: int, group: int, layer: int
     ) -> None: ...
 
+class RotateStep:
+    def __init__(self, q: Value, angles: Value, rope: int, head_dim: int) -> None: ...
+
 class GatherStep:
     def __init__(self, x: Value, out: Value, width: int) -> None: ...
 
@@ -167,6 +170,7 @@ RowStep = (
     | PrepareStep
     | AngleStep
     | RopeStoreStep
+    | RotateStep
     | GatherStep
     | KeepStep
     | RouteStep
@@ -232,12 +236,10 @@ class Runtime:
         max_blocks_per_seq: int,
         num_blocks: int,
         vocab_size: int,
-        windows: Sequence[int],
-        layers_per_group: int,
+        groups: Sequence[tuple[int, int, int, int]],
         block_size: int,
+        block_bytes: int,
         num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
         kv_kind: int,
     ) -> None: ...
     @property

@@ -30,8 +30,8 @@ VOCAB = 64
 
 
 def layout(windows: Sequence[int | None] = (None,), block_size: int = 16) -> KvLayout:
-    groups = tuple(KvGroup((index,), window) for index, window in enumerate(windows))
-    return KvLayout(groups, block_size, num_kv_heads=1, head_dim=2, dtype=KvDtype.BF16)
+    groups = tuple(KvGroup((index,), window, 1, 2) for index, window in enumerate(windows))
+    return KvLayout(groups, block_size, KvDtype.BF16)
 
 
 def model(windows: Sequence[int | None], vocab_size: int = 5) -> ModelConfig:

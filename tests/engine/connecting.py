@@ -226,11 +226,11 @@ class Instant(Remote):
         self._layout = layout
 
     def start_load_kv(self, key: Key, into: Bytes) -> None:
-        into[:] = from_exchange(self._layout, self.blocks[key][None])[0]
+        into[:] = from_exchange(self._layout, key[1], self.blocks[key][None])[0]
         self._finish_load(key, True, 0.0)
 
     def start_save_kv(self, key: Key, data: Bytes) -> None:
-        super().start_save_kv(key, to_exchange(self._layout, data[None])[0])
+        super().start_save_kv(key, to_exchange(self._layout, key[1], data[None])[0])
 
     def _send(self, message: Callable[[], None]) -> None:
         message()

@@ -73,6 +73,10 @@ MODELS: dict[str, Callable[[], Checkpoint]] = {
     "qwen3moe BF16, 5 of 33 experts": lambda: tiny.checkpoint(
         tiny.config("qwen3moe", Experts(33, 5, 48, True)), WeightFormat.BF16
     ),
+    "llama F16, heads of two widths": lambda: tiny.checkpoint(tiny.mixed(), WeightFormat.F16),
+    "gemma3 I8, heads of two widths": lambda: tiny.checkpoint(
+        tiny.mixed("gemma3"), WeightFormat.I8
+    ),
     "llama Q8_0": lambda: tiny.checkpoint(tiny.config(num_kv_heads=1), WeightFormat.Q8_0),
 }
 EOS = 3  # of the tiny models

@@ -16,7 +16,6 @@ def run(
 
     Keys and values are rounded to ``kv``, as in the executor's cache.
     """
-    c = program.config
     values: dict[str, Floats] = {}
     cache: dict[int, tuple[Floats, Floats]] = {}
     positions = np.arange(len(token_ids))
@@ -34,16 +33,18 @@ def run(
                 values[out] = values[x] @ weights[weight].T
                 if bias is not None:
                     values[out] = values[out] + weights[bias]
-            case model.RopeAndStoreKv(q, k, v, layer, rope):
-                values[q] = rotate(values[q], positions, c.head_dim, rope)
-                values[k] = rotate(values[k], positions, c.head_dim, rope)
+            case model.RotateQueries(q, head_dim, rope):
+                values[q] = rotate(values[q], positions, head_dim, rope)
+            case model.RopeAndStoreKv(q, k, v, layer, _, head_dim, rope):
+                values[q] = rotate(values[q], positions, head_dim, rope)
+                values[k] = rotate(values[k], positions, head_dim, rope)
                 cache[layer] = (
                     values[k].astype(kv).astype(np.float64),
                     values[v].astype(kv).astype(np.float64),
                 )
             case model.PagedAttention():
                 keys, stored = cache[op.layer]
-                values[op.out] = attend(values[op.q], keys, stored, c.head_dim, op)
+                values[op.out] = attend(values[op.q], keys, stored, op.head_dim, op)
             case model.GatedActivation(gate, up, out, activation):
                 values[out] = activate(values[gate], activation) * values[up]
             case model.Route(logits, out, experts):

@@ -24,6 +24,8 @@ MODELS = {
     "mixtral I4, in orders": (tiny.config("mixtral"), WeightFormat.I4),
     "qwen3moe Q8_0": (tiny.config("qwen3moe", Experts(17, 4, 32, True)), WeightFormat.Q8_0),
     "llama F16, head of 20": (tiny.config(head_dim=20), WeightFormat.F16),
+    "llama F16, heads of two widths": (tiny.mixed(), WeightFormat.F16),
+    "gemma3 I8, heads of two widths": (tiny.mixed("gemma3"), WeightFormat.I8),
     "gemma3 Q8_0": (tiny.config("gemma3"), WeightFormat.Q8_0),
     "gemma3 BF16, window of 100": (
         tiny.config(

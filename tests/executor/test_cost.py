@@ -16,7 +16,7 @@ from octavo.executor.base import Batch
 from octavo.executor.cost import PANEL_ROWS, Arithmetic, CostModel, Rates
 from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvDtype, KvLayout
-from octavo.models.config import Activation, Experts
+from octavo.models.config import Activation, Experts, ModelConfig
 from octavo.models.families import program
 from octavo.models.program import (
     Activate,
@@ -92,28 +92,27 @@ def test_a_step_grown_span_by_span_is_the_step(
     assert sum(parts) + overhead == pytest.approx(costs.seconds(whole, rates))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("config", [tiny.config(), tiny.config("gemma3"), tiny.mixed()])
 @given(spans=spans)
 def test_attention_is_counted_as_if_query_by_query(
-    family: str, spans: list[tuple[int, int]]
+    config: ModelConfig, spans: list[tuple[int, int]]
 ) -> None:
-    config = tiny.config(family)
-    token_bytes = 2 * config.num_kv_heads * config.head_dim * 2
-    ops = moved = 0
+    ops = moved = of_first = 0
+    tokens = sum(size for _, size in spans)
     for op in program(config).ops:
         if isinstance(op, PagedAttention):
+            token_bytes = 2 * op.kv_heads * op.head_dim * 2
+            of_first += tokens * 4 * config.num_heads * op.head_dim
             for start, size in spans:
                 seen = set()
                 for position in range(start, start + size):
                     first = max(0, position - op.window + 1) if op.window else 0
-                    ops += 4 * config.num_heads * config.head_dim * (position - first + 1)
+                    ops += 4 * config.num_heads * op.head_dim * (position - first + 1)
                     seen |= set(range(first, position + 1))
                 moved += (len(seen) + size) * token_bytes  # read once, and the new ones written
-    costs = executor(family).costs
+    costs = CostModel(program(config), KvLayout.of(config))
     counted = total(costs, batch(spans))
-    tokens = sum(size for _, size in spans)
     without = total(costs, batch([(0, 1)] * tokens))
-    of_first = tokens * len(config.layers) * 4 * config.num_heads * config.head_dim
     assert counted.kv_bytes == moved
     assert counted.ops - without.ops == ops - of_first
 

@@ -38,6 +38,9 @@ SHAPES = {
     "part of the head rotated": tiny.config(
         head_dim=26, layers=(Layer(Rope(500.0, 6, False, factors=(1.0, 2.0, 4.0))),) * 2
     ),
+    "heads of two widths, shared caches": tiny.mixed(),
+    "the same, norms of heads": tiny.mixed("gemma3"),
+    "the same, norms of all heads": tiny.mixed("olmo2"),
     "odd widths": tiny.config(hidden_size=50, intermediate_size=33, vocab_size=101),
 }
 
@@ -125,6 +128,22 @@ def test_cache_dtypes(isa: str) -> None:
     assert 5e-3 < error(int8, expected) < 2e-1 < error(int4, expected) < 2
     assert error(fp16, expected) < 5e-3 < error(bf16, expected) < 1e-1
     assert np.array_equal(bf16, auto)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("kv_dtype", "bound"), [("fp16", 5e-3), ("bf16", 1e-1), ("int8", 2e-1), ("int4", 2.0)]
+)
+def test_heads_of_two_widths_in_every_cache(kv_dtype: str, bound: float, isa: str) -> None:
+    config = tiny.mixed("gemma3")
+    checkpoint = tiny.checkpoint(config)
+    tokens = tokens_of(config, 100)
+    weights = {role: tiny.dequantize(weight) for role, weight in checkpoint.weights.items()}
+    expected = reference.run(families.program(config), weights, tokens, kv=np.float64)
+    driver = Driver(checkpoint, isa=supported(isa), threads=2, kv_dtype=kv_dtype)
+    assert len({driver.layout.group_bytes(group) for group in driver.layout.groups}) == 2
+    assert error(driver.run(tokens), expected) < bound
+    assert error(driver.run(tokens, [40, 33, 1]), expected) < bound
 
 
 def test_large_blocks() -> None:
@@ -419,9 +438,9 @@ def test_a_closed_executor_says_so() -> None:
 @pytest.mark.parametrize("kv_dtype", KvDtype.served())
 @pytest.mark.parametrize(("head_dim", "block_size"), [(16, 16), (18, 32), (20, 48), (66, 16)])
 def test_bytes_are_as_planned(head_dim: int, block_size: int, kv_dtype: KvDtype) -> None:
-    config = tiny.config("gemma3", head_dim=head_dim)
-    driver = Driver(tiny.checkpoint(config), kv_dtype=kv_dtype, block_size=block_size)
-    assert driver.executor._open.arena_bytes == 400 * driver.layout.block_bytes
+    for config in tiny.config("gemma3", head_dim=head_dim), tiny.mixed():
+        driver = Driver(tiny.checkpoint(config), kv_dtype=kv_dtype, block_size=block_size)
+        assert driver.executor._open.arena_bytes == 400 * driver.layout.block_bytes
 
 
 def test_profile_times_every_region() -> None:

@@ -48,8 +48,8 @@ def test_queries_in_pieces_see_what_they_would_at_once(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(1)
-    op = model.PagedAttention("q", "out", 0, 0.25, window, softcap=3.0)
+    op = model.PagedAttention("q", "out", 0, 2, 16, 0.25, window, softcap=3.0)
     q, k, v = (rng.normal(size=(2, 70, width)).astype(np.float32) for width in (64, 32, 32))
-    whole = model.attend(q, k, v, 16, op)
+    whole = model.attend(q, k, v, op)
     monkeypatch.setattr(model, "QUERIES", 16)
-    assert np.abs(model.attend(q, k, v, 16, op) - whole).max() < 1e-6
+    assert np.abs(model.attend(q, k, v, op) - whole).max() < 1e-6

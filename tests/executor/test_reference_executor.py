@@ -21,6 +21,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma3": {"attention_softcap": 5.0},
     "qwen3moe": {},
     "qwen3": {"layers": UNROTATED},
+    "olmo2": {"layers": tiny.mixed("olmo2").layers},
 }
 
 

@@ -173,6 +173,23 @@ def test_some_layers_share_cache_and_weights() -> None:
     assert np.array_equal(result.logits, expected[30:])
 
 
+def test_attention_that_does_not_fit_the_cache_is_refused() -> None:
+    config = tiny.mixed()
+    checkpoint = tiny.checkpoint(config)
+    tested = Driver(checkpoint)
+    tested.executor.add_program(families.program(config))
+    narrow, wide = config.layers[:2]
+    for change in (
+        {"layers": (wide, narrow)},
+        {"layers": (narrow, wide, narrow, narrow)},  # layer 3 has no place
+        {"layers": (narrow, dataclasses.replace(wide, num_kv_heads=2))},
+        {"num_heads": 8},
+    ):
+        other = dataclasses.replace(config, **change)
+        with pytest.raises(ValueError, match="attention has another shape than the cache"):
+            tested.executor.add_program(families.program(other))
+
+
 @pytest.mark.parametrize("slice", [8, 640])
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -1,5 +1,6 @@
 """Small random models of every shape that the executor must get right."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,6 +48,16 @@ def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) ->
             "layers": (Layer(rope, 20), Layer(rope, 20), Layer(far)),
         }
     return ModelConfig(**(values | changes))
+
+
+def mixed(family: str = "llama") -> ModelConfig:
+    """Heads of two widths, and one KV head or two; the last two layers have no cache of their own.
+    A block is wider than what some groups take of it.
+    """
+    near, far = (Rope(10000.0, dim, interleaved=family == "llama") for dim in (16, 56))
+    narrow, wide = Layer(near, 20), Layer(far, num_kv_heads=1, head_dim=56)
+    shared = replace(narrow, shares=2), replace(wide, shares=1)
+    return config(family, layers=(narrow, wide, narrow, *shared))
 
 
 def values_scale(head_dim: int) -> float:

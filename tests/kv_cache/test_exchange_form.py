@@ -21,26 +21,31 @@ TILE = 16
 
 def layouts() -> st.SearchStrategy[KvLayout]:
     return st.builds(
-        lambda layers, tiles, heads, dim, dtype: KvLayout(
-            (KvGroup(tuple(range(layers)), None),), TILE * tiles, heads, 2 * dim, dtype
-        ),
-        st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 20),
+        KvLayout,
+        st.lists(
+            st.builds(
+                lambda layers, heads, dim: KvGroup(tuple(range(layers)), None, heads, 2 * dim),
+                st.integers(1, 3), st.integers(1, 3), st.integers(1, 20),
+            ),
+            min_size=1, max_size=2,
+        ).map(tuple),
+        st.integers(1, 3).map(lambda tiles: TILE * tiles),
         st.sampled_from(SERVED),
     )  # fmt: skip
 
 
-def packed_slowly(layout: KvLayout, data: Bytes) -> Bytes:
+def packed_slowly(layout: KvLayout, group: KvGroup, data: Bytes) -> Bytes:
     """One block, number by number, as kernels/kernels.h describes it."""
-    dim, heads, size = layout.head_dim, layout.num_kv_heads, layout.block_size
+    dim, heads, size = group.head_dim, group.kv_heads, layout.block_size
     halves = layout.dtype in (KvDtype.BF16, KvDtype.FP16)
     scales = {KvDtype.INT8: 1, KvDtype.INT4: 2}.get(layout.dtype, 0)
     code_bytes = {KvDtype.INT8: dim, KvDtype.INT4: dim // 2}.get(layout.dtype, 2 * dim)
-    shape = layout.layers_per_group, 2, size, heads
+    shape = len(group.layers), 2, size, heads
     split = int(np.prod(shape)) * code_bytes
     codes = data[:split].reshape(*shape, code_bytes)
     factors = data[split:].view("<u2").reshape(*shape, scales)
     packed: list[Bytes] = []
-    for layer in range(layout.layers_per_group):
+    for layer in range(len(group.layers)):
         for head in range(heads):
             for kind in range(2):
                 for tile in range(size // TILE):
@@ -68,30 +73,33 @@ def packed_slowly(layout: KvLayout, data: Bytes) -> Bytes:
                     for which in range(scales):
                         column = factors[layer, kind, tile * TILE : (tile + 1) * TILE, head, which]
                         packed.append(np.ascontiguousarray(column).view(np.uint8))
-    return np.concatenate(packed)
+    padding = np.zeros(layout.block_bytes - layout.group_bytes(group), np.uint8)
+    return np.concatenate([*packed, padding])
 
 
 @given(layouts(), st.integers(0, 2**32 - 1))
 def test_numbers_keep_their_places(layout: KvLayout, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    data = rng.integers(0, 256, (2, exchange_bytes(layout)), np.uint8)
-    packed = from_exchange(layout, data)
-    assert packed.shape == (2, layout.block_bytes)
-    assert (packed[1] == packed_slowly(layout, data[1])).all()
-    assert (to_exchange(layout, packed) == data).all()
+    for index, group in enumerate(layout.groups):
+        data = rng.integers(0, 256, (2, exchange_bytes(layout, index)), np.uint8)
+        packed = from_exchange(layout, index, data)
+        assert packed.shape == (2, layout.block_bytes)
+        assert (packed[1] == packed_slowly(layout, group, data[1])).all()
+        assert (to_exchange(layout, index, packed) == data).all()
 
 
 @pytest.mark.parametrize("dtype", SERVED)
 def test_the_form_has_no_padding(dtype: KvDtype) -> None:
-    layout = KvLayout((KvGroup((0, 1), None),), 32, 3, 18, dtype)
+    layout = KvLayout((KvGroup((0, 1), None, 3, 18), KvGroup((2,), None, 8, 32)), 32, dtype)
     wanted = {KvDtype.INT8: 18 + 2, KvDtype.INT4: 9 + 4}.get(dtype, 36)
-    assert exchange_bytes(layout) == 2 * 2 * 32 * 3 * wanted
+    assert exchange_bytes(layout, 0) == 2 * 2 * 32 * 3 * wanted
 
 
 def dequantized(layout: KvLayout, data: Bytes) -> npt.NDArray[np.float32]:
     """Keys and values [layers, 2, tokens, heads, head_dim] of one block of the exchange form."""
-    dim = layout.head_dim
-    shape = layout.layers_per_group, 2, layout.block_size, layout.num_kv_heads
+    (group,) = layout.groups
+    dim = group.head_dim
+    shape = len(group.layers), 2, layout.block_size, group.kv_heads
     scales = {KvDtype.INT8: 1, KvDtype.INT4: 2}.get(layout.dtype, 0)
     split = len(data) - 2 * scales * int(np.prod(shape))
     codes = data[:split].reshape(*shape, -1)
@@ -129,8 +137,8 @@ def test_native_blocks_have_the_keys_and_values_of_the_reference_executor(dtype:
     driver.step([(sequence, 32)])
     layout = driver.layout
     packed = driver.executor.export_blocks(driver.tables[0, sequence.slot, :2].copy())
-    exchanged = to_exchange(layout, packed)
-    assert (from_exchange(layout, exchanged) == packed).all()
+    exchanged = to_exchange(layout, 0, packed)
+    assert (from_exchange(layout, 0, exchanged) == packed).all()
     found = np.concatenate([dequantized(layout, block) for block in exchanged], 2)
     weights = {role: tiny.dequantize(weight) for role, weight in checkpoint.weights.items()}
     values: evaluate.Values = {}
@@ -140,7 +148,7 @@ def test_native_blocks_have_the_keys_and_values_of_the_reference_executor(dtype:
     first = ops[: ops.index(store) + 1]
     evaluate.run(first, config, weights, values, np.array([tokens]))
     for kind, name in enumerate((store.k, store.v)):
-        wanted = values[name][0].reshape(32, layout.num_kv_heads, layout.head_dim)
+        wanted = values[name][0].reshape(32, store.kv_heads, store.head_dim)
         assert np.abs(found[store.layer, kind] - wanted).max() < allowed[dtype] * wanted.std()
 
 
@@ -157,7 +165,7 @@ def test_the_reference_executor_holds_the_exchange_form(dtype: KvDtype) -> None:
     sequence = driver.start(tokens)
     driver.step([(sequence, 32)])
     blocks = driver.tables[0, sequence.slot, :2].copy()
-    exchanged = to_exchange(layout, driver.executor.export_blocks(blocks))
+    exchanged = to_exchange(layout, 0, driver.executor.export_blocks(blocks))
     reference.import_blocks(blocks, exchanged)
     result = reference.execute(driver.batch([(sequence, 8)]))
     driver.step([(sequence, 8)])

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from executor import tiny
 from octavo.models.config import Activation, Experts, Layer, ModelConfig, Rope
 from octavo.models.families import FAMILIES, program
 from octavo.models.program import (
@@ -18,6 +19,7 @@ from octavo.models.program import (
     Program,
     RmsNorm,
     RopeAndStoreKv,
+    RotateQueries,
     Route,
     RowOp,
 )
@@ -64,6 +66,7 @@ CONFIGS = {name: replace(LLAMA, family=name) for name in FAMILIES} | {
     "llama untied": replace(LLAMA, tied_embeddings=False),
     "llama with biases": replace(LLAMA, biases=frozenset({"attn_q", "attn_k", "ffn_down"})),
     "gemma3": GEMMA3,
+    **{f"{name}, heads of two widths": tiny.mixed(name) for name in ("llama", "gemma3", "olmo2")},
     "gemma3 untied": replace(GEMMA3, tied_embeddings=False),
 }
 
@@ -73,9 +76,8 @@ def check(compute: Program) -> None:
     config, widths = compute.config, compute.widths
     written: set[str] = set()
     used: dict[str, tuple[int, ...]] = {}
-    stored: list[int] = []
+    rotated: list[int] = []  # layers, each once
     route: Route | None = None
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for op in compute.ops:
         assert set(op.reads) <= written, op
         written |= set(op.writes)
@@ -91,13 +93,23 @@ def check(compute: Program) -> None:
             case Linear():
                 assert op.x != op.out
             case RopeAndStoreKv():
-                assert (widths[op.q], widths[op.k], widths[op.v]) == (q_size, kv_size, kv_size)
+                rotated.append(op.layer)
+                assert (op.kv_heads, op.head_dim) == config.heads_of(config.layers[op.layer])
+                kv_size = op.kv_heads * op.head_dim
+                assert (widths[op.k], widths[op.v]) == (kv_size, kv_size)
+                assert widths[op.q] == config.num_heads * op.head_dim
                 assert op.rope == config.layers[op.layer].rope
-                stored.append(op.layer)
+            case RotateQueries():
+                rotated.append(len(rotated))
+                assert widths[op.q] == config.num_heads * op.head_dim
+                assert op.rope == config.layers[rotated[-1]].rope
             case PagedAttention():
-                assert op.layer == stored[-1]
+                layer = config.layers[rotated[-1]]
+                assert op.layer == (rotated[-1] if layer.shares is None else layer.shares)
+                assert (op.kv_heads, op.head_dim) == config.heads_of(layer)
+                q_size = config.num_heads * op.head_dim
                 assert (widths[op.q], widths[op.out]) == (q_size, q_size)
-                assert op.window == config.layers[op.layer].window
+                assert op.window == layer.window
                 assert (op.scale, op.softcap) == (config.attention_scale, config.attention_softcap)
             case GatedActivation():
                 assert widths[op.gate] == widths[op.up] == widths[op.out]
@@ -126,7 +138,7 @@ def check(compute: Program) -> None:
                 assert {widths[value] for value in op.reads} == {widths[op.writes[0]]}
             case _:
                 pytest.fail(f"{op} in a family")
-    assert stored == list(range(len(config.layers)))
+    assert rotated == list(range(len(config.layers)))
     assert used == compute.weights
 
 
@@ -180,6 +192,12 @@ def sparse(experts: Experts) -> tuple[Layer, ...]:
     return (replace(LLAMA.layers[0], experts=experts),)
 
 
+def sharing(*shares: int | None, **last: int) -> dict[str, object]:
+    """Layers that share others' caches, the last changed."""
+    layers = [replace(LLAMA.layers[0], shares=of) for of in shares]
+    return {"layers": (*layers[:-1], replace(layers[-1], **last))}  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -190,6 +208,16 @@ def sparse(experts: Experts) -> tuple[Layer, ...]:
         ({"attention_scale": 0.0}, "attention_scale is 0"),
         ({"embedding_scale": float("inf")}, "embedding_scale is inf"),
         ({"logits_softcap": -1.0}, "logits_softcap is -1"),
+        ({"layers": (replace(LLAMA.layers[0], num_kv_heads=4),)}, "4 does not divide num_heads"),
+        ({"layers": (replace(LLAMA.layers[0], num_kv_heads=0),)}, "num_kv_heads 0"),
+        ({"layers": (replace(LLAMA.layers[0], head_dim=1026),)}, "head_dim is 1026"),
+        ({"layers": (replace(LLAMA.layers[0], head_dim=8),)}, "rope dim 16 does not fit"),
+        (sharing(0), "layer 0: it shares the cache of layer 0, which is not an earlier one"),
+        (sharing(None, 2, None), "layer 1: it shares the cache of layer 2, which is not"),
+        (sharing(None, -1), "layer 1: it shares the cache of layer -1, which is not"),
+        (sharing(None, 0, 1), "layer 2: it shares the cache of layer 1, which has none"),
+        (sharing(None, 0, window=20), "layer 1: .* layer 0, whose window or heads differ"),
+        (sharing(None, 0, head_dim=18), "layer 1: .* layer 0, whose window or heads differ"),
         ({"layers": ()}, "number of layers is 0"),
         ({"layers": LLAMA.layers * 171}, "number of layers is 513"),
         ({"layers": (Layer(Rope(1e4, 18, interleaved=True)),)}, "rope dim 18"),

@@ -43,6 +43,15 @@ def test_all_layers_are_the_whole() -> None:
     assert keep_layers(whole, (2, 0, 1)) == whole
 
 
+def test_a_layer_needs_the_one_whose_cache_it_shares() -> None:
+    whole = program(tiny.mixed())
+    assert {
+        op.layer for op in keep_layers(whole, (2, 3)).ops if isinstance(op, PagedAttention)
+    } == {2}
+    with pytest.raises(ValueError, match="layer 3 needs the keys and values of layer 2"):
+        keep_layers(whole, (0, 3))
+
+
 def test_layers_that_are_not_there_are_refused() -> None:
     whole = program(tiny.config())
     with pytest.raises(ValueError, match="layer 3 is outside 0 to 2"):

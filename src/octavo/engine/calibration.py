@@ -85,7 +85,12 @@ class CalibrationKey:
         model = program.config
         of_heads = model.num_heads, model.num_kv_heads, model.head_dim
         of_experts = model.experts and (model.experts.count, model.experts.chosen)
-        windows = [group.window for group in layout.groups]
+        windows = [
+            group.window
+            if (group.kv_heads, group.head_dim) == of_heads[1:]
+            else (group.window, group.kv_heads, group.head_dim)
+            for group in layout.groups
+        ]
         cache = windows, layout.dtype, layout.block_size
         ops = [type(op).__name__ for op in program.ops]
         text = repr((shape, of_heads, of_experts, len(model.layers), ops, model.activation, cache))

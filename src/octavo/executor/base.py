@@ -325,26 +325,26 @@ def check_weights(program: Program, weights: Mapping[str, Any], source: str) -> 
             raise CheckpointError(f"{source}: {name} has shape {each.shape}, not {shape}")
 
 
-def attention_shape(program: Program) -> tuple[int, int, int] | None:
-    """Return query heads, KV heads and their size; None where there is no attention."""
-    if not any(isinstance(op, PagedAttention | RopeAndStoreKv) for op in program.ops):
-        return None
-    config = program.config
-    return config.num_heads, config.num_kv_heads, config.head_dim
-
-
 def check_added(
     program: Program,
     weights: Collection[str],
     held: Collection[str],
-    attention: tuple[int, int, int] | None,
+    layout: KvLayout,
+    num_heads: int,
 ) -> None:
     """Raise `ValueError` for what `Executor.add_program` refuses. ``weights`` are the roles brought
-    along, ``held`` those loaded already, ``attention`` is the shape of the model's own program.
+    along, ``held`` those loaded already, ``layout`` and ``num_heads`` are of the model's own
+    program.
     """
     if unneeded := [role for role in weights if role not in program.weights]:
         raise ValueError(f"the program has no weight {unneeded[0]}")
     if twice := [role for role in weights if role in held]:
         raise ValueError(f"the weight {twice[0]} is loaded already")
-    if attention_shape(program) not in (None, attention):
-        raise ValueError("the program's attention has another shape than the cache")
+    groups = {layer: group for group in layout.groups for layer in group.layers}
+    for op in program.ops:
+        if not isinstance(op, PagedAttention | RopeAndStoreKv):
+            continue
+        group = groups.get(op.layer)
+        shape = program.config.num_heads, op.kv_heads, op.head_dim
+        if group is None or shape != (num_heads, group.kv_heads, group.head_dim):
+            raise ValueError("the program's attention has another shape than the cache")

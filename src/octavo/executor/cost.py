@@ -194,7 +194,7 @@ class StepSize(NamedTuple):
     tokens: int
     rows: int  # that want logits
     chunks: int  # spans of two tokens or more
-    attention: tuple[tuple[int, int], ...]  # of a layer of each window: keys seen, by all queries
+    attention: tuple[tuple[int, int], ...]  # of a layer of each kind: keys seen, by all queries
     # together, and tokens read and written
 
 
@@ -227,6 +227,16 @@ class _Term(NamedTuple):
         return moved, n * self.row_ops, self.arithmetic, max(together, 1)
 
 
+class _Attention(NamedTuple):
+    """Attention of one kind, which depends on the context. A layer that reads another layer's keys
+    counts as if it wrote its tokens' keys, too: next to what it reads that is little.
+    """
+
+    window: int | None
+    token_bytes: int  # of keys and values in a layer
+    ops: int  # of a key, for one query
+
+
 class CostModel:
     """Count a Program's bytes and operations for a batch.
 
@@ -248,18 +258,15 @@ class CostModel:
         attention: Arithmetic = Arithmetic.FP32,
     ) -> None:
         self.program = program
-        config = program.config
         self._stored = weight_bytes or {}
         self._arithmetic = arithmetic or {}
         self._attention = attention
-        self._kv_token_bytes = layout.token_bytes
-        # Of a key, for one query; of 8 bits, two products a number, as queries have 16.
-        products = 2 if attention is Arithmetic.INT8 else 1
-        self._attention_ops = 4 * config.num_heads * config.head_dim * products
-        self._terms = self._count()  # of each op; of attention its window
+        self._kv_dtype = layout.dtype
+        self._terms = self._count()  # of each op
         self._alike = Counter(term for term in self._terms if isinstance(term, _Term))
-        self._windows = Counter(term for term in self._terms if not isinstance(term, _Term))
-        self._layers = tuple(self._windows.values())  # of each window
+        self._kinds = Counter(term for term in self._terms if isinstance(term, _Attention))
+        self._windows = tuple(kind.window for kind in self._kinds)
+        self._layers = tuple((*kind[1:], count) for kind, count in self._kinds.items())
         # Steps are of like sizes, and so are those that are tried on the way to one.
         self._dense = lru_cache(maxsize=65536)(self._dense_seconds)
         self._each = lru_cache(maxsize=4096)(self._each_seconds)
@@ -279,19 +286,19 @@ class CostModel:
         every batch.
         """
         costs = self._costs(batch)
-        return [(costs[term], n) for term, n in (*self._alike.items(), *self._windows.items())]
+        alike = [(costs[term], n) for term, n in self._alike.items()]
+        return alike + [(costs[kind], n) for kind, n in self._kinds.items()]
 
-    def _costs(self, batch: Batch) -> dict[_Term | int | None, OpCost]:
+    def _costs(self, batch: Batch) -> dict[_Term | _Attention, OpCost]:
         """Return the cost of each different op, by its entry in ``_terms``."""
         tokens, rows, spans = batch.num_tokens, len(batch.logits_rows), _spans(batch)
-        costs: dict[_Term | int | None, OpCost] = {
+        costs: dict[_Term | _Attention, OpCost] = {
             term: term.cost(rows if term.selected else tokens) for term in self._alike
         }
-        for window in self._windows:
-            keys, moved = self._seen(spans, window)
-            moved *= self._kv_token_bytes
-            ops = keys * self._attention_ops
-            costs[window] = OpCost(0, moved, ops, self._attention, attention=True)
+        for kind in self._kinds:
+            keys, moved = self._seen(spans, kind.window)
+            moved *= kind.token_bytes
+            costs[kind] = OpCost(0, moved, keys * kind.ops, self._attention, attention=True)
         return costs
 
     def seconds(self, batch: Batch, rates: Rates) -> float:
@@ -356,10 +363,8 @@ class CostModel:
     def attention_seconds(self, attention: Iterable[tuple[int, int]], rates: Rates) -> float:
         """Return the seconds of `StepSize.attention`."""
         total, seconds = 0.0, rates.attention_seconds
-        for (keys, moved), layers in zip(attention, self._layers, strict=True):
-            total += layers * seconds(
-                moved * self._kv_token_bytes, keys * self._attention_ops, self._attention
-            )
+        for (keys, moved), (size, ops, layers) in zip(attention, self._layers, strict=True):
+            total += layers * seconds(moved * size, keys * ops, self._attention)
         return total
 
     def _dense_seconds(self, tokens: int, rows: int, rates: Rates) -> float:
@@ -392,13 +397,17 @@ class CostModel:
     def _size(self, role: str) -> int:
         return self._stored.get(role, 2 * self.program.elements(role))
 
-    def _count(self) -> list[_Term | int | None]:
-        """Return a term for each op, or the window of attention, which depends on the context."""
-        program, terms = self.program, list[_Term | int | None]()
+    def _count(self) -> list[_Term | _Attention]:
+        """Return a term for each op."""
+        program, terms = self.program, list[_Term | _Attention]()
+        # Of 8 bits, two products a number, as queries have 16.
+        products = 2 if self._attention is Arithmetic.INT8 else 1
         last_attention = program.last_attention
         for i, op in enumerate(program.ops):
             if isinstance(op, PagedAttention):
-                terms.append(op.window)
+                size = op.kv_heads * self._kv_dtype.token_bytes(op.head_dim)
+                ops = 4 * program.config.num_heads * op.head_dim * products
+                terms.append(_Attention(op.window, size, ops))
                 continue
             work = op.work(program)
             assert work is not None

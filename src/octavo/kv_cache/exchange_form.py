@@ -24,88 +24,103 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from octavo.kv_cache.layout import KvDtype, KvLayout
+from octavo.kv_cache.layout import KvDtype, KvGroup, KvLayout
 
 Bytes = npt.NDArray[np.uint8]
 
 _TILE = 16  # tokens in a tile of the packed form
 
 
-def exchange_bytes(layout: KvLayout) -> int:
-    """Return the bytes of one block in the exchange form."""
-    rows = 2 * layout.layers_per_group * layout.block_size * layout.num_kv_heads
-    return rows * (_code_bytes(layout) + 2 * _num_scales(layout))
+def exchange_bytes(layout: KvLayout, group: int) -> int:
+    """Return the bytes of one block of a group in the exchange form."""
+    return _num_rows(layout, layout.groups[group]) * _row_bytes(layout, layout.groups[group])
 
 
-def to_exchange(layout: KvLayout, packed: Bytes) -> Bytes:
-    """Convert ``packed`` [blocks, block_bytes], as the native executor exports it, to the exchange
-    form [blocks, exchange_bytes]. Padding is dropped.
+def to_exchange(layout: KvLayout, group: int, packed: Bytes) -> Bytes:
+    """Convert blocks of a group, ``packed`` [blocks, block_bytes] as the native executor exports
+    them, to the exchange form [blocks, exchange_bytes]. Padding is dropped.
     """
-    blocks, parts = len(packed), _parts(layout, len(packed))
-    per_head = packed.reshape(blocks, layout.layers_per_group, layout.num_kv_heads, -1)
+    of, blocks = layout.groups[group], len(packed)
+    parts = _parts(layout, of, blocks)
+    used = packed[:, : layout.group_bytes(of)]
+    per_head = used.reshape(blocks, len(of.layers), of.kv_heads, -1)
     ends = np.cumsum([np.prod(shape[3:]) for shape, _ in parts])
     keys, values, scales = (
-        part.reshape(shape).transpose(axes).reshape(_rows(layout, blocks))
+        part.reshape(shape).transpose(axes).reshape(_rows(layout, of, blocks))
         for part, (shape, axes) in zip(np.split(per_head, ends[:-1], -1), parts, strict=True)
     )
-    codes = np.stack([_to_codes(layout, keys), _to_codes(layout, values)], 2)
+    codes = np.stack([_to_codes(layout, of, keys), _to_codes(layout, of, values)], 2)
     scales = np.moveaxis(scales.reshape(*scales.shape[:-1], 2, 2 * _num_scales(layout)), -2, 2)
     return np.hstack([codes.reshape(blocks, -1), scales.reshape(blocks, -1)])
 
 
-def from_exchange(layout: KvLayout, data: Bytes) -> Bytes:
-    """Convert ``data`` [blocks, exchange_bytes] to blocks that the native executor can import."""
-    blocks, parts = len(data), _parts(layout, len(data))
-    outer = _rows(layout, blocks)[:-1]
-    num_rows = 2 * layout.layers_per_group * layout.block_size * layout.num_kv_heads
+def from_exchange(layout: KvLayout, group: int, data: Bytes) -> Bytes:
+    """Convert blocks of a group, ``data`` [blocks, exchange_bytes], to blocks that the native
+    executor can import.
+    """
+    of, blocks = layout.groups[group], len(data)
+    outer, num_rows = _rows(layout, of, blocks)[:-1], _num_rows(layout, of)
     codes, scales = (
         part.reshape(*outer[:2], 2, *outer[2:], part.size // (blocks * num_rows))
-        for part in np.split(data, [num_rows * _code_bytes(layout)], 1)
+        for part in np.split(data, [num_rows * _code_bytes(layout, of)], 1)
     )
     keys, values = (
-        _from_codes(layout, codes[:, :, index], width)
-        for index, width in enumerate(_widths(layout))
+        _from_codes(layout, of, codes[:, :, index], width)
+        for index, width in enumerate(_widths(layout, of))
     )
     rows = keys, values, np.moveaxis(scales, 2, -2)
     tiled = [
         part.reshape([shape[axis] for axis in axes])
         .transpose(np.argsort(axes))
         .reshape(*shape[:3], np.prod(shape[3:]))
-        for part, (shape, axes) in zip(rows, parts, strict=True)
+        for part, (shape, axes) in zip(rows, _parts(layout, of, blocks), strict=True)
     ]
-    return np.concatenate(tiled, -1).reshape(blocks, layout.block_bytes)
+    packed = np.zeros((blocks, layout.block_bytes), np.uint8)
+    packed[:, : layout.group_bytes(of)] = np.concatenate(tiled, -1).reshape(blocks, -1)
+    return packed
 
 
-def _code_bytes(layout: KvLayout) -> int:
+def _num_rows(layout: KvLayout, group: KvGroup) -> int:
+    """Return the keys and values of a block: of each layer, token and head."""
+    return 2 * len(group.layers) * layout.block_size * group.kv_heads
+
+
+def _row_bytes(layout: KvLayout, group: KvGroup) -> int:
+    return _code_bytes(layout, group) + 2 * _num_scales(layout)
+
+
+def _code_bytes(layout: KvLayout, group: KvGroup) -> int:
     """Return the bytes of the codes of one token on one head, without scales."""
     match layout.dtype:
         case KvDtype.INT8:
-            return layout.head_dim
+            return group.head_dim
         case KvDtype.INT4:
-            return layout.head_dim // 2
-    return 2 * layout.head_dim
+            return group.head_dim // 2
+    return 2 * group.head_dim
 
 
 def _num_scales(layout: KvLayout) -> int:
     return {KvDtype.INT8: 1, KvDtype.INT4: 2}.get(layout.dtype, 0)
 
 
-def _widths(layout: KvLayout) -> tuple[int, int]:
+def _widths(layout: KvLayout, group: KvGroup) -> tuple[int, int]:
     """Return the packed bytes of a row of keys, which has whole words, and of a row of values."""
-    width = _code_bytes(layout)
+    width = _code_bytes(layout, group)
     return -(-width // 4) * 4, width
 
 
-def _rows(layout: KvLayout, blocks: int) -> tuple[int, int, int, int, int]:
-    return blocks, layout.layers_per_group, layout.block_size, layout.num_kv_heads, -1
+def _rows(layout: KvLayout, group: KvGroup, blocks: int) -> tuple[int, int, int, int, int]:
+    return blocks, len(group.layers), layout.block_size, group.kv_heads, -1
 
 
-def _parts(layout: KvLayout, blocks: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _parts(
+    layout: KvLayout, group: KvGroup, blocks: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return, for keys, values and scales, the packed shape and its permutation to rows [blocks,
     layers, tiles, tokens of a tile, heads, …]; tokens may be two axes.
     """
-    outer = blocks, layout.layers_per_group, layout.num_kv_heads, layout.block_size // _TILE
-    keys, values = _widths(layout)
+    outer = blocks, len(group.layers), group.kv_heads, layout.block_size // _TILE
+    keys, values = _widths(layout, group)
     # A word of 4 bytes has numbers of ``pack`` tokens, each of ``unit`` bytes.
     pack = 4 if _num_scales(layout) else 2
     unit = 4 // pack
@@ -116,25 +131,25 @@ def _parts(layout: KvLayout, blocks: int) -> list[tuple[tuple[int, ...], tuple[i
     ]
 
 
-def _to_codes(layout: KvLayout, rows: Bytes) -> Bytes:
+def _to_codes(layout: KvLayout, group: KvGroup, rows: Bytes) -> Bytes:
     """Drop the padding of rows. Of int4, which has dimension i and that half a row further in one
     byte, make bytes with neighbouring dimensions.
     """
     if layout.dtype is not KvDtype.INT4:
-        return rows[..., : _code_bytes(layout)]
-    codes = np.concatenate([rows & 15, rows >> 4], -1)[..., : layout.head_dim]
+        return rows[..., : _code_bytes(layout, group)]
+    codes = np.concatenate([rows & 15, rows >> 4], -1)[..., : group.head_dim]
     packed: Bytes = codes[..., ::2] | codes[..., 1::2] << 4
     return packed
 
 
-def _from_codes(layout: KvLayout, codes: Bytes, width: int) -> Bytes:
+def _from_codes(layout: KvLayout, group: KvGroup, codes: Bytes, width: int) -> Bytes:
     """Undo `_to_codes`: return rows of ``width`` bytes, padded with zeros."""
     wide = layout.dtype is KvDtype.INT4
     padded = np.zeros((*codes.shape[:-1], 2 * width if wide else width), np.uint8)
     if not wide:
         padded[..., : codes.shape[-1]] = codes
         return padded
-    padded[..., : layout.head_dim : 2] = codes & 15
-    padded[..., 1 : layout.head_dim : 2] = codes >> 4
+    padded[..., : group.head_dim : 2] = codes & 15
+    padded[..., 1 : group.head_dim : 2] = codes >> 4
     rows: Bytes = padded[..., :width] | padded[..., width:] << 4
     return rows

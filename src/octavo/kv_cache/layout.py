@@ -1,16 +1,20 @@
 """How the layers of a model share the block pool.
 
 All blocks have one size, so that one pool serves every layer kind. A block holds ``block_size``
-tokens of keys and values for the layers of one group. Layers of one kind (same window) are split
-into groups of equal length; each sequence has one block table a group. A Llama has one group of
-all layers; Gemma 3 270M (15 window layers, 3 global) has six groups of three layers.
+tokens of keys and values for the layers of one group. Layers of one kind (same window, KV heads and
+head width) are split into groups of equal length; each sequence has one block table a group. A
+Llama has one group of all layers; Gemma 3 270M (15 window layers, 3 global) has six groups of three
+layers. Where kinds have keys of other sizes, so have their groups' lengths, and what is left at the
+end of a shorter group's block is padding. A layer that reads another layer's keys and values has
+none of its own, and is in no group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import gcd
+from typing import NamedTuple
 
 from octavo.models.config import ModelConfig
 
@@ -74,10 +78,20 @@ _KV_NAMES = {
 }
 
 
+class KvKind(NamedTuple):
+    """What layers of one kind have in common."""
+
+    window: int | None
+    kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class KvGroup:
     layers: tuple[int, ...]
     window: int | None  # None: every block of the sequence is kept
+    kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +100,27 @@ class KvLayout:
 
     groups: tuple[KvGroup, ...]
     block_size: int  # tokens a block
-    num_kv_heads: int
-    head_dim: int
     dtype: KvDtype
 
     @property
-    def layers_per_group(self) -> int:
-        return len(self.groups[0].layers)
-
-    @property
     def block_bytes(self) -> int:
-        """Bytes of one block: keys and values of ``block_size`` tokens of one group."""
-        return self.layers_per_group * self.block_size * self.token_bytes
+        """Bytes of one block, which has room for ``block_size`` tokens of any group."""
+        return max(map(self.group_bytes, self.groups))
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token's keys and values in one layer."""
-        return self.num_kv_heads * self.dtype.token_bytes(self.head_dim)
+    def group_bytes(self, group: KvGroup) -> int:
+        """Return the bytes that keys and values of ``block_size`` tokens of a group take: those
+        that its blocks begin with.
+        """
+        return len(group.layers) * self.block_size * self.token_bytes(group)
+
+    def token_bytes(self, group: KvGroup) -> int:
+        """Return the bytes of a token's keys and values in one layer of a group."""
+        return group.kv_heads * self.dtype.token_bytes(group.head_dim)
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes of a token while it is inside every window."""
-        return self.block_bytes * len(self.groups) // self.block_size
+        """KV bytes of a token while it is inside every window, without padding."""
+        return sum(len(group.layers) * self.token_bytes(group) for group in self.groups)
 
     def place(self, layer: int) -> tuple[int, int]:
         """Return (group, index within the group) of a layer. Raise `KeyError`."""
@@ -118,14 +131,48 @@ class KvLayout:
 
     @staticmethod
     def of(config: ModelConfig, block_size: int = 16, dtype: KvDtype = KvDtype.BF16) -> KvLayout:
-        """Return the layout for a model: groups of equal length, each with layers of one window."""
-        kinds: dict[int | None, list[int]] = {}
+        """Return the layout for a model: groups of layers of one kind, with the least padding."""
+        layers: dict[KvKind, list[int]] = {}
         for index, layer in enumerate(config.layers):
-            kinds.setdefault(layer.window, []).append(index)
-        size = gcd(*(len(layers) for layers in kinds.values()))
-        groups = tuple(
-            KvGroup(tuple(layers[start : start + size]), window)
-            for window, layers in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
-            for start in range(0, len(layers), size)
+            if layer.shares is None:
+                layers.setdefault(KvKind(layer.window, *config.heads_of(layer)), []).append(index)
+        kinds = sorted(layers, key=lambda kind: (kind.window or 0, kind.kv_heads, kind.head_dim))
+        lengths = group_lengths(
+            [
+                (len(layers[kind]), kind.kv_heads * dtype.token_bytes(kind.head_dim))
+                for kind in kinds
+            ]
         )
-        return KvLayout(groups, block_size, config.num_kv_heads, config.head_dim, dtype)
+        groups = tuple(
+            KvGroup(tuple(layers[kind][start : start + length]), *kind)
+            for kind, length in zip(kinds, lengths, strict=True)
+            for start in range(0, len(layers[kind]), length)
+        )
+        return KvLayout(groups, block_size, dtype)
+
+
+def group_lengths(kinds: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the layers a group of each kind, of which there are so many layers with so many bytes
+    a token: divisors of their numbers, with the least padding in blocks of one size, then the
+    fewest groups. Kinds of equal bytes have the greatest common divisor of their numbers.
+    """
+    divisors = [
+        [length for length in range(count, 0, -1) if count % length == 0] for count, _ in kinds
+    ]
+    best: tuple[tuple[int, int], list[int]] | None = None
+    for block in {
+        length * size for each, (_, size) in zip(divisors, kinds, strict=True) for length in each
+    }:
+        lengths = [
+            next((length for length in each if length * size <= block), 0)
+            for each, (_, size) in zip(divisors, kinds, strict=True)
+        ]
+        if not all(lengths):
+            continue
+        groups = [count // length for length, (count, _) in zip(lengths, kinds, strict=True)]
+        padding = block * sum(groups) - sum(count * size for count, size in kinds)
+        rank = padding, sum(groups)
+        if best is None or rank < best[0]:
+            best = rank, lengths
+    assert best is not None  # a block of the largest layer holds one of any kind
+    return best[1]

@@ -1,6 +1,7 @@
 """A builder of Programs: what the layers of all decoder families share.
 
-Values: ``x`` is the residual stream, ``h`` a row on its way into or out of half a layer.
+Values: ``x`` is the residual stream, ``h`` a row on its way into or out of half a layer. Where a
+layer's heads are not the model's, its values of another width are other values: ``q@512``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from octavo.models.program import (
     Program,
     RmsNorm,
     RopeAndStoreKv,
+    RotateQueries,
     Route,
 )
 
@@ -48,6 +50,7 @@ class Builder:
         self.eps = c.norm_eps
         self._index = 0
         self._prefix = ""
+        self._layer: Layer | None = None
 
     def append(self, op: Op) -> None:
         """Write down an op, and the shapes of its weights."""
@@ -60,33 +63,62 @@ class Builder:
     def layers(self) -> Iterator[Layer]:
         """Yield the config's layers; what is written meanwhile belongs to the current one."""
         for index, layer in enumerate(self.config.layers):
-            self._index, self._prefix = index, f"layers.{index}."
+            self._index, self._prefix, self._layer = index, f"layers.{index}.", layer
             yield layer
-        self._prefix = ""
+        self._prefix, self._layer = "", None
 
     def role(self, name: str) -> str:
         """Return the role of a weight: of the current layer, or of none."""
         return self._prefix + name
 
+    def value(self, name: str) -> str:
+        """Return the name of a value as wide as the current layer has it."""
+        if self._layer is None or name not in ("q", "k", "v", "attn"):
+            return name
+        kv_heads, head_dim = self.config.heads_of(self._layer)
+        heads = kv_heads if name in ("k", "v") else self.config.num_heads
+        if self.widths[name] == heads * head_dim:
+            return name
+        own = f"{name}@{heads * head_dim}"
+        self.widths[own] = heads * head_dim
+        return own
+
     def norm(self, x: str, name: str, out: str, group: int = 0, scale: float = 1.0) -> None:
+        x, out = self.value(x), self.value(out)
         self.append(self._norm(x, self.role(name), out, self.eps, group, scale))
 
     def linear(self, x: str, name: str, out: str) -> None:
         weight = self.role(name)
         bias = f"{weight}.bias" if name in self.config.biases else None
-        self.append(Linear(x, weight, out, bias))
+        self.append(Linear(self.value(x), weight, self.value(out), bias))
 
-    def project_qkv(self, x: str) -> None:
+    def project_qkv(self, x: str, layer: Layer) -> None:
+        """Write down the projections to q and, unless the layer shares another's cache, k and v."""
         self.linear(x, "attn_q", "q")
-        self.linear(x, "attn_k", "k")
-        self.linear(x, "attn_v", "v")
+        if layer.shares is None:
+            self.linear(x, "attn_k", "k")
+            self.linear(x, "attn_v", "v")
+
+    def norm_qk(self, layer: Layer, *, by_head: bool) -> None:
+        """Write down norms of q and, if the layer has any, k: of each head or of all together."""
+        group = self.config.heads_of(layer)[1] if by_head else 0
+        self.norm("q", "attn_q_norm", "q", group)
+        if layer.shares is None:
+            self.norm("k", "attn_k_norm", "k", group)
 
     def attend(self, layer: Layer, out: str = "h") -> None:
         """Write down attention, from q, k and v to ``out``."""
-        c, index = self.config, self._index
-        self.append(RopeAndStoreKv("q", "k", "v", index, layer.rope))
+        c, (kv_heads, head_dim) = self.config, self.config.heads_of(layer)
+        q, k, v, attn = map(self.value, ("q", "k", "v", "attn"))
+        if layer.shares is None:
+            source = self._index
+            self.append(RopeAndStoreKv(q, k, v, source, kv_heads, head_dim, layer.rope))
+        else:
+            source = layer.shares
+            self.append(RotateQueries(q, head_dim, layer.rope))
+        scale, softcap = c.attention_scale, c.attention_softcap
         self.append(
-            PagedAttention("q", "attn", index, c.attention_scale, layer.window, c.attention_softcap)
+            PagedAttention(q, attn, source, kv_heads, head_dim, scale, layer.window, softcap)
         )
         self.linear("attn", "attn_output", out)
 

@@ -109,6 +109,9 @@ class Layer:
     rope: Rope
     window: int | None = None  # sliding window in tokens, the query included; None = global
     experts: Experts | None = None  # in place of a dense feed-forward layer; alike in all layers
+    num_kv_heads: int | None = None  # None: the model's
+    head_dim: int | None = None  # None: the model's
+    shares: int | None = None  # an earlier layer, whose keys and values it reads: it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +181,29 @@ class ModelConfig:
         if len({layer.experts for layer in self.layers} - {None}) > 1:
             raise ValueError("layers differ in their experts")
         for layer in dict.fromkeys(self.layers):
-            if fault := _fault(layer, self.head_dim):
+            if fault := _fault(layer, self.num_heads, *self.heads_of(layer)):
                 raise ValueError(f"layer {self.layers.index(layer)}: {fault}")
+        for index, layer in enumerate(self.layers):
+            if layer.shares is not None and (fault := self._sharing_fault(index, layer.shares)):
+                raise ValueError(f"layer {index}: {fault}")
+
+    def _sharing_fault(self, index: int, other: int) -> str | None:
+        """Return why a layer cannot read the keys and values of another."""
+        if not 0 <= other < index:
+            return f"it shares the cache of layer {other}, which is not an earlier one"
+        layer, owner = self.layers[index], self.layers[other]
+        if owner.shares is not None:
+            return f"it shares the cache of layer {other}, which has none"
+        if (layer.window, self.heads_of(layer)) != (owner.window, self.heads_of(owner)):
+            return f"it shares the cache of layer {other}, whose window or heads differ"
+        return None
+
+    def heads_of(self, layer: Layer) -> tuple[int, int]:
+        """Return how many KV heads a layer has, and how wide its heads are."""
+        return (
+            self.num_kv_heads if layer.num_kv_heads is None else layer.num_kv_heads,
+            self.head_dim if layer.head_dim is None else layer.head_dim,
+        )
 
     @property
     def default_length(self) -> int:
@@ -218,9 +242,13 @@ class ModelConfig:
         return replace(self, layers=tuple(layers), fixed_from=self.default_length)
 
 
-def _fault(layer: Layer, head_dim: int) -> str | None:
-    """Return what is wrong with a layer."""
+def _fault(layer: Layer, num_heads: int, num_kv_heads: int, head_dim: int) -> str | None:
+    """Return what is wrong with a layer, whose heads are given."""
     rope, experts = layer.rope, layer.experts
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        return f"num_kv_heads {num_kv_heads} does not divide num_heads {num_heads}"
+    if not 2 <= head_dim <= 1024:
+        return f"head_dim is {head_dim}, outside 2 to 1024"
     if layer.window is not None and layer.window < 1:
         return f"window is {layer.window}, below 1"
     if experts is not None:

@@ -19,7 +19,7 @@ def program(c: ModelConfig) -> Program:
     b.embed(c.embedding_scale)
     for layer in b.layers():
         b.norm("x", "attn_norm", "h")
-        b.project_qkv("h")
+        b.project_qkv("h", layer)
         b.attend(layer)
         b.norm("h", "post_attention_norm", "h")
         b.add()

@@ -21,9 +21,8 @@ def program(c: ModelConfig) -> Program:
     b.embed(c.embedding_scale)
     for layer in b.layers():
         b.norm("x", "attn_norm", "h")
-        b.project_qkv("h")
-        b.norm("q", "attn_q_norm", "q", c.head_dim)
-        b.norm("k", "attn_k_norm", "k", c.head_dim)
+        b.project_qkv("h", layer)
+        b.norm_qk(layer, by_head=True)
         b.attend(layer)
         b.norm("h", "post_attention_norm", "h")
         b.add()

@@ -21,7 +21,7 @@ def program(c: ModelConfig) -> Program:
     b.embed(c.embedding_scale / c.residual_scale)
     for layer in b.layers():
         b.norm("x", "attn_norm", "h")
-        b.project_qkv("h")
+        b.project_qkv("h", layer)
         b.attend(layer)
         b.add()
         b.norm("x", "ffn_norm", "h")

@@ -17,9 +17,8 @@ def program(c: ModelConfig) -> Program:
     b = Builder(c)
     b.embed(c.embedding_scale)
     for layer in b.layers():
-        b.project_qkv("x")
-        b.norm("q", "attn_q_norm", "q")
-        b.norm("k", "attn_k_norm", "k")
+        b.project_qkv("x", layer)
+        b.norm_qk(layer, by_head=False)
         b.attend(layer)
         b.norm("h", "post_attention_norm", "h")
         b.add()

@@ -369,6 +369,8 @@ class RopeAndStoreKv(Op):
     k: str
     v: str
     layer: int
+    kv_heads: int
+    head_dim: int
     rope: Rope
 
     def work(self, program: Program) -> Work:
@@ -376,24 +378,42 @@ class RopeAndStoreKv(Op):
 
     def compute(self, at: Evaluation) -> None:
         for name in (self.q, self.k):
-            at.values[name] = self._rotated(at.values[name], at)
+            at.values[name] = rotate(at.values[name], self.head_dim, self.rope, at.kv)
         at.kv.store(self.layer, at.values[self.k], at.values[self.v])
 
-    def _rotated(self, x: Float32, at: Evaluation) -> Float32:
-        """Return every head rotated to its token's position; angles are in float64."""
-        rope = self.rope
-        heads = x.reshape(*x.shape[:2], -1, at.config.head_dim).copy()
-        angles = at.kv.positions(x.shape[1])[:, None, None] * rope.frequencies
-        cosine = (rope.magnitude * np.cos(angles)).astype(np.float32, copy=False)
-        sine = (rope.magnitude * np.sin(angles)).astype(np.float32, copy=False)
-        half = rope.dim // 2
-        first, second = slice(0, half), slice(half, rope.dim)
-        if rope.interleaved:
-            first, second = slice(0, rope.dim, 2), slice(1, rope.dim, 2)
-        a, b = heads[..., first].copy(), heads[..., second].copy()
-        heads[..., first] = a * cosine - b * sine
-        heads[..., second] = a * sine + b * cosine
-        return heads.reshape(x.shape)
+
+@dataclass(frozen=True, slots=True)
+class RotateQueries(Op):
+    """Rotate q in place by position, in a layer that reads another layer's keys and values."""
+
+    READS = ("q",)
+    WRITES = ("q",)
+
+    q: str
+    head_dim: int
+    rope: Rope
+
+    def work(self, program: Program) -> Work:
+        return Work(6 * program.widths[self.q])
+
+    def compute(self, at: Evaluation) -> None:
+        at.values[self.q] = rotate(at.values[self.q], self.head_dim, self.rope, at.kv)
+
+
+def rotate(x: Float32, head_dim: int, rope: Rope, kv: KeyValues) -> Float32:
+    """Return every head rotated to its token's position; angles are in float64."""
+    heads = x.reshape(*x.shape[:2], -1, head_dim).copy()
+    angles = kv.positions(x.shape[1])[:, None, None] * rope.frequencies
+    cosine = (rope.magnitude * np.cos(angles)).astype(np.float32, copy=False)
+    sine = (rope.magnitude * np.sin(angles)).astype(np.float32, copy=False)
+    half = rope.dim // 2
+    first, second = slice(0, half), slice(half, rope.dim)
+    if rope.interleaved:
+        first, second = slice(0, rope.dim, 2), slice(1, rope.dim, 2)
+    a, b = heads[..., first].copy(), heads[..., second].copy()
+    heads[..., first] = a * cosine - b * sine
+    heads[..., second] = a * sine + b * cosine
+    return heads.reshape(x.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +427,9 @@ class PagedAttention(Op):
 
     q: str
     out: str
-    layer: int
+    layer: int  # whose keys and values they are
+    kv_heads: int
+    head_dim: int
     scale: float
     window: int | None = None
     softcap: float = 0.0
@@ -423,7 +445,6 @@ def attend(
     q: Float32,
     k: Float32,
     v: Float32,
-    head_dim: int,
     op: PagedAttention,
     start: int = 0,
     first_key: int = 0,
@@ -434,7 +455,7 @@ def attend(
     """
     sequences, tokens, _ = q.shape
     out = np.empty_like(q)
-    kv_heads, stored_tokens = k.shape[-1] // head_dim, k.shape[1]
+    kv_heads, head_dim, stored_tokens = op.kv_heads, op.head_dim, k.shape[1]
     # [sequences, KV heads, (query heads of one,) tokens, head_dim]
     queries = q.reshape(sequences, tokens, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
     keys = k.reshape(sequences, stored_tokens, kv_heads, 1, head_dim).transpose(0, 2, 3, 4, 1)

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import strict_json
+from executor import tiny
 from octavo.cli import app
 from octavo.cli.simulate import configure
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.kv_cache.cache import peak_blocks
-from octavo.kv_cache.layout import KvDtype
+from octavo.kv_cache.layout import KvDtype, KvKind, KvLayout
 from octavo.loader.base import CheckpointError
 from octavo.tools.plan.hardware import PUBLISHED
 from octavo.tools.plan.memory_plan import (
@@ -123,27 +124,24 @@ def test_why_it_does_not_fit() -> None:
 
 
 SIZES = st.integers(1, 100)
+KINDS = st.builds(KvKind, st.none() | st.integers(1, 600), SIZES, st.integers(2, 300))
 
 
 @given(
-    layers=st.dictionaries(st.none() | st.integers(1, 600), SIZES, min_size=1, max_size=3),
-    kv_heads=SIZES,
-    head_dim=st.integers(2, 300),
+    layers=st.dictionaries(KINDS, SIZES, min_size=1, max_size=3),
     context=st.integers(1, 1000),
     users=SIZES,
     dtype=st.sampled_from(KvDtype.served()),
     block_size=st.sampled_from([16, 32]),
 )
 def test_factors_multiply_and_terms_add_up(
-    layers: dict[int | None, int],
-    kv_heads: int,
-    head_dim: int,
+    layers: dict[KvKind, int],
     context: int,
     users: int,
     dtype: KvDtype,
     block_size: int,
 ) -> None:
-    cache = KvCacheSize.made_of(layers, kv_heads, head_dim, context, users, dtype, block_size)
+    cache = KvCacheSize.made_of(layers, context, users, dtype, block_size)
     assert prod(cache.factors.values()) == cache.numbers
     assert cache.numbers + cache.scales + cache.padding == cache.bytes
     assert cache.padding >= 0
@@ -151,9 +149,26 @@ def test_factors_multiply_and_terms_add_up(
     assert sum(map(cache.kind_paged_bytes, cache.kinds)) == cache.paged_bytes
     assert cache.bytes <= cache.without_windows
     # Less than two blocks a sequence and layer more than what is kept.
-    slack = 2 * block_size * sum(layers.values()) * cache.token_bytes * users
-    assert cache.bytes <= cache.paged_bytes < cache.bytes + slack
+    slack = 2 * block_size * cache.bytes_per_token * users
+    assert cache.bytes <= cache.paged_bytes - cache.block_padding < cache.bytes + slack
+    assert (cache.block_padding == 0) or not cache.alike
     assert f"{cache.numbers:,}" in " ".join(cache.steps)
+
+
+@pytest.mark.parametrize("dtype", KvDtype.served())
+def test_layers_of_other_heads_are_a_term_each(dtype: KvDtype) -> None:
+    """And what their groups leave over of a block counts as the pool has it."""
+    model = tiny.mixed()
+    cache, layout = KvCacheSize.of(model, 100, 3, dtype), KvLayout.of(model, dtype=dtype)
+    near, far = cache.kinds[::-1]
+    assert (near.layers, near.kept, near.kv_heads, near.head_dim) == (2, 20, 2, 16)
+    assert (far.layers, far.kept, far.kv_heads, far.head_dim) == (1, 100, 1, 56)
+    assert cache.numbers == 3 * 2 * (2 * 20 * 2 * 16 + 100 * 56) * cache.number_bytes
+    assert prod(cache.factors.values()) == cache.numbers
+    assert cache.bytes_per_token == layout.bytes_per_token
+    assert cache.paged_bytes == 3 * peak_blocks(layout, 100) * layout.block_bytes
+    assert cache.block_padding > 0
+    assert cache.steps[0].endswith("1 KV head × 56 wide = 5,600")
 
 
 @cache

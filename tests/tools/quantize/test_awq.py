@@ -8,6 +8,7 @@ import pytest
 
 from executor import tiny
 from octavo.executor.reference import evaluate
+from octavo.loader.base import CheckpointError
 from octavo.loader.bind import ROUTER
 from octavo.loader.dequantize import dequantize
 from octavo.models import families
@@ -119,6 +120,11 @@ def test_what_may_be_scaled() -> None:
     assert norms["llama, every head its own"] == [True, False, True]
     assert norms["olmo2"] == [None, None, None]
     assert makers["biases"][1] == Maker("layers.0.attn_v", "layers.0.attn_v.bias", False)
+
+
+def test_layers_that_share_a_cache_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="layer 3 reads the keys and values of layer 2"):
+        split(families.program(tiny.mixed()))
 
 
 def bias_of(config: ModelConfig, name: str) -> str | None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import unicodedata
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from executor import tiny
 from octavo.executor.reference import evaluate
 from octavo.loader import load
 from octavo.loader.bind import ROUTER
@@ -103,6 +105,18 @@ def test_rotary_positions(rope: dict[str, Any], tmp_path: Path) -> None:
     found = load(tmp_path / "out.gguf").config
     assert difference(load(source).config, found) is None
     assert found.layers[0].rope.factors or found.layers[0].rope.scale == 0.25
+
+
+def test_heads_of_a_layer_are_compared() -> None:
+    config = tiny.mixed()
+    layers = config.layers
+    assert difference(config, config) is None
+    for index, change in ((0, {"num_kv_heads": 4}), (1, {"head_dim": 58}), (3, {"shares": None})):
+        other = list(layers)
+        other[index] = replace(layers[index], **change)
+        found = replace(config, layers=tuple(other[: index + 1]))
+        wanted = replace(config, layers=layers[: index + 1])
+        assert difference(wanted, found) == f"the KV cache of layer {index} would differ"
 
 
 def test_long_rope(tmp_path: Path) -> None:

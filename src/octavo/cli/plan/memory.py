@@ -467,6 +467,8 @@ def _kv_lines(load: ServingLoad) -> list[str]:
             name = f"{kind.layers} with " + (
                 "no window" if kind.window is None else f"a window of {kind.window:,}"
             )
+            if not cache.alike:
+                name += f", {kind.kv_heads} × {kind.head_dim}"
             lines.append(
                 f"  {name:<26}{cache.kind_bytes(kind):>18,}{cache.kind_paged_bytes(kind):>18,}"
             )
@@ -474,6 +476,10 @@ def _kv_lines(load: ServingLoad) -> list[str]:
         f"  in whole blocks of {cache.block_size} tokens, as the engine holds it: "
         f"{cache.paged_bytes:,} bytes"
     )
+    if cache.block_padding:
+        lines.append(
+            f"  ({as_size(cache.block_padding)} of them behind layers that take less of a block)"
+        )
     lines += [
         f"  {sharing.name}, {plural(sharing.kv_heads, 'KV head')}: {as_size(sharing.bytes)}"
         + (" (this model)" if sharing.own else "")

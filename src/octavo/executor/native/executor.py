@@ -24,7 +24,6 @@ from octavo.executor.base import (
     Profiled,
     RegionTime,
     StepResult,
-    attention_shape,
     check_added,
     check_weights,
     slice_rows,
@@ -121,12 +120,13 @@ class NativeExecutor(Executor):
             pool=pool,
             logits_slice=logits_slice or slice_rows(self.max_logits_rows, config.vocab_size),
             vocab_size=config.vocab_size,
-            windows=[group.window or 0 for group in layout.groups],
-            layers_per_group=layout.layers_per_group,
+            groups=[
+                (len(group.layers), group.window or 0, group.kv_heads, group.head_dim)
+                for group in layout.groups
+            ],
             block_size=layout.block_size,
+            block_bytes=layout.block_bytes,
             num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
             kv_kind=_KV_KINDS[layout.dtype],
             **sizes,
         )
@@ -134,7 +134,7 @@ class NativeExecutor(Executor):
         logger.info(
             "%s (%s), instruction set %s", plural(self.threads, "thread"), source, runtime.isa
         )
-        self._attention = attention_shape(program)
+        self._num_heads = config.num_heads
         content = sha256()
         hashing = content.update if digest else lambda data: None
         self._loader: _Loader | None = _Loader(runtime, layout, hashing)
@@ -180,7 +180,7 @@ class NativeExecutor(Executor):
     ) -> int:
         loader = self._loading
         weights = weights or {}
-        check_added(program, weights, loader.held, self._attention)
+        check_added(program, weights, loader.held, self.layout, self._num_heads)
         loader.load(
             program, weights, "an added program", lambda: None, keep_hidden=keep_hidden, ids=ids
         )

@@ -352,15 +352,26 @@ class _Lowering:
         return 1
 
     def _rope(self, i: int, op: model.RopeAndStoreKv) -> int:
-        self._rows()
-        if op.rope not in self.angles:
-            self.angles[op.rope] = self._new_view(2 * op.rope.dim)
-            self._step("angles", _native.AngleStep, op.rope, self.angles[op.rope])
+        angles = self._angles(op.rope)
         q, k, v = (self.views[value] for value in self.uses[i].reads)
-        args = q, k, v, self.angles[op.rope], op.rope, Place(op.layer)
+        args = q, k, v, angles, op.rope, Place(op.layer)
         self._step("rope", _native.RopeStoreStep, *args, op=i)
         self.views[self.uses[i].writes[0]] = q
         return 1
+
+    def _rotate(self, i: int, op: model.RotateQueries) -> int:
+        q, angles = self._read(i), self._angles(op.rope)
+        self._step("rope", _native.RotateStep, q, angles, op.rope, op.head_dim, op=i)
+        self.views[self.uses[i].writes[0]] = q
+        return 1
+
+    def _angles(self, rope: Rope) -> View:
+        """Return the rows of a rotation's cosines and sines, in the region of rows that is last."""
+        self._rows()
+        if rope not in self.angles:
+            self.angles[rope] = self._new_view(2 * rope.dim)
+            self._step("angles", _native.AngleStep, rope, self.angles[rope])
+        return self.angles[rope]
 
     def _attention(self, i: int, op: model.PagedAttention) -> int:
         args = self._read(i), self._new_after_rows(i), Place(op.layer), op.scale, op.softcap
@@ -487,6 +498,7 @@ LOWERINGS: dict[type[model.Op], Callable[[_Lowering, int, Any], int]] = {
     model.Input: _Lowering._input,
     model.Linear: _Lowering._linears,
     model.RopeAndStoreKv: _Lowering._rope,
+    model.RotateQueries: _Lowering._rotate,
     model.PagedAttention: _Lowering._attention,
     model.Route: _Lowering._route,
     model.ExpertLinear: _Lowering._expert_linears,

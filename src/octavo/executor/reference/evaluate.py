@@ -29,8 +29,7 @@ from octavo.models.program import (
 class WholeSequences:
     """Implements `KeyValues` for sequences that start at 0 and end with the values."""
 
-    def __init__(self, head_dim: int) -> None:
-        self._head_dim = head_dim
+    def __init__(self) -> None:
         self._stored: dict[int, tuple[Float32, Float32]] = {}
 
     def positions(self, tokens: int) -> Ids:
@@ -40,7 +39,7 @@ class WholeSequences:
         self._stored[layer] = keys, values
 
     def attend(self, queries: Float32, op: PagedAttention) -> Float32:
-        return attend(queries, *self._stored[op.layer], self._head_dim, op)
+        return attend(queries, *self._stored[op.layer], op)
 
 
 def logits(program: Program, weights: Mapping[str, Float32], token_ids: Ids) -> Float32:
@@ -65,6 +64,6 @@ def run(
     ``token_ids`` [sequences, tokens] are for an `Embed`; the rows for an `Input` are among the
     ``values``, under its name.
     """
-    at = Evaluation(config, weights, values, token_ids, kv or WholeSequences(config.head_dim))
+    at = Evaluation(config, weights, values, token_ids, kv or WholeSequences())
     for op in ops:
         op.compute(at)

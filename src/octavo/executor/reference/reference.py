@@ -25,14 +25,13 @@ from octavo.executor.base import (
     Int32,
     LoadOptions,
     StepResult,
-    attention_shape,
     check_added,
     check_weights,
     slice_rows,
 )
 from octavo.executor.cost import CostModel
 from octavo.executor.reference import evaluate
-from octavo.kv_cache.layout import KvDtype, KvLayout
+from octavo.kv_cache.layout import KvDtype, KvGroup, KvLayout
 from octavo.loader.base import Checkpoint, Weight
 from octavo.loader.dequantize import dequantize
 from octavo.models.program import Input, PagedAttention, Program, Values, attend
@@ -66,9 +65,9 @@ class ReferenceExecutor(Executor):
         self.max_tokens = sizes["max_tokens"]
         self.max_logits_rows = sizes["max_logits_rows"]
         self.threads = 1
+        self._num_heads = program.config.num_heads
         self._slice = slice_rows(self.max_logits_rows, program.config.vocab_size)
-        heads = layout.block_size, layout.num_kv_heads, layout.head_dim
-        self._arena = np.zeros((self.num_blocks, layout.layers_per_group, 2, *heads), np.uint16)
+        self._arena = np.zeros((self.num_blocks, layout.block_bytes), np.uint8)
         self._weights: dict[str, Float32] = {}
         self._programs: list[tuple[Program, bool, CostModel]] = []
         given = checkpoint.weights
@@ -127,7 +126,7 @@ class ReferenceExecutor(Executor):
         ids: Sequence[int] = (),
     ) -> int:
         weights = weights or {}
-        check_added(program, weights, self._weights, attention_shape(self._programs[0][0]))
+        check_added(program, weights, self._weights, self.layout, self._num_heads)
         self._load(program, weights, "an added program", keep_hidden)
         return len(self._programs) - 1
 
@@ -173,15 +172,14 @@ class ReferenceExecutor(Executor):
         return StepResult(logits, took, logits_from, hidden if keep_hidden else None)
 
     def export_blocks(self, blocks: Int32, into: Bytes | None = None) -> Bytes:
-        data = self._arena[blocks].view(np.uint8).reshape(len(blocks), -1)
+        data = self._arena[blocks]
         if into is None:
             return data
         into[:] = data
         return into
 
     def import_blocks(self, blocks: Int32, data: Bytes) -> None:
-        rows = np.ascontiguousarray(data).view(np.uint16)
-        self._arena[blocks] = rows.reshape(len(blocks), *self._arena.shape[1:])
+        self._arena[blocks] = data
 
     def close(self) -> None:
         self._weights.clear()
@@ -190,21 +188,20 @@ class ReferenceExecutor(Executor):
 class PagedSequences:
     """Implements `KeyValues` for a step's sequences, by their block tables."""
 
-    def __init__(self, arena: npt.NDArray[np.uint16], layout: KvLayout, batch: Batch) -> None:
-        self._arena = arena
+    def __init__(self, arena: Bytes, layout: KvLayout, batch: Batch) -> None:
         self._layout = layout
         self._batch = batch
+        self._groups = [_of_group(arena, layout, group) for group in layout.groups]
 
     def positions(self, tokens: int) -> Int32:
         return self._batch.positions
 
     def store(self, layer: int, keys: Float32, values: Float32) -> None:
         for slot, begin, end in self._spans():
-            at, blocks, offsets = self._places(layer, slot, self._batch.positions[begin:end])
+            arena, blocks, offsets = self._places(layer, slot, self._batch.positions[begin:end])
             for which, rows in enumerate((keys, values)):
-                shape = (end - begin, self._layout.num_kv_heads, self._layout.head_dim)
-                packed = _packed(rows[0, begin:end].reshape(shape), self._layout.dtype)
-                self._arena[blocks, at, which, offsets] = packed
+                heads = rows[0, begin:end].reshape(end - begin, *arena.shape[-2:])
+                arena[blocks, which, offsets] = _packed(heads, self._layout.dtype)
 
     def attend(self, queries: Float32, op: PagedAttention) -> Float32:
         out = np.empty_like(queries)
@@ -212,15 +209,14 @@ class PagedSequences:
             start = int(self._batch.positions[begin])
             first = 0 if op.window is None else max(0, start - op.window + 1)
             positions = np.arange(first, start + end - begin)
-            at, blocks, offsets = self._places(op.layer, slot, positions)
+            arena, blocks, offsets = self._places(op.layer, slot, positions)
             keys, values = (
-                _unpacked(self._arena[blocks, at, which, offsets], self._layout.dtype).reshape(
+                _unpacked(arena[blocks, which, offsets], self._layout.dtype).reshape(
                     1, len(positions), -1
                 )
                 for which in (0, 1)
             )
-            mine = queries[:, begin:end]
-            out[:, begin:end] = attend(mine, keys, values, self._layout.head_dim, op, start, first)
+            out[:, begin:end] = attend(queries[:, begin:end], keys, values, op, start, first)
         return out
 
     def _spans(self) -> Iterable[tuple[int, int, int]]:
@@ -230,12 +226,23 @@ class PagedSequences:
 
     def _places(
         self, layer: int, slot: int, positions: npt.NDArray[np.integer]
-    ) -> tuple[int, Int32, npt.NDArray[np.integer]]:
-        """Return where positions are in the arena: layer in the block, blocks, tokens in them."""
+    ) -> tuple[npt.NDArray[np.uint16], Int32, npt.NDArray[np.integer]]:
+        """Return where positions of a layer are: its arena [blocks, 2 (keys, values), tokens, KV
+        heads, head_dim], then the blocks and the tokens in them.
+        """
         group, at = self._layout.place(layer)
         size = self._layout.block_size
         blocks = self._batch.block_tables[group, slot, positions // size]
-        return at, blocks, positions % size
+        return self._groups[group][:, at], blocks, positions % size
+
+
+def _of_group(arena: Bytes, layout: KvLayout, group: KvGroup) -> npt.NDArray[np.uint16]:
+    """Return the arena [blocks, block_bytes] as blocks of a group have it: [blocks, layers, 2
+    (keys, values), tokens, KV heads, head_dim], in the same memory.
+    """
+    numbers = arena[:, : layout.group_bytes(group)].view(np.uint16)
+    shape = len(group.layers), 2, layout.block_size, group.kv_heads, group.head_dim
+    return numbers.reshape(len(arena), *shape)
 
 
 def _packed(values: Float32, dtype: KvDtype) -> npt.NDArray[np.uint16]:

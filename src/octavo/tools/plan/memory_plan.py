@@ -23,7 +23,7 @@ from typing import NamedTuple
 from octavo.engine.cache_plan import all_work_bytes
 from octavo.engine.config import EngineConfig
 from octavo.kv_cache.cache import peak_blocks, peak_of_window
-from octavo.kv_cache.layout import KvDtype, KvLayout
+from octavo.kv_cache.layout import KvDtype, KvKind, KvLayout, group_lengths
 from octavo.loader.base import WeightFormat
 from octavo.loader.rounding import FLOATS, QUANTIZATIONS
 from octavo.models.config import ModelConfig
@@ -51,12 +51,15 @@ _SCALE_BYTES = {KvDtype.INT8: 4, KvDtype.INT4: 8}
 
 
 class LayerKind(NamedTuple):
-    """Layers that keep the same tokens of a sequence."""
+    """Layers that keep the same tokens of a sequence, with as many heads as wide."""
 
     layers: int
     window: int | None
     kept: int  # tokens: the context, or the window if that is less
     blocks: int  # most that a sequence holds of one layer, whole ones
+    kv_heads: int
+    head_dim: int
+    layers_per_group: int  # those whose keys and values share a block
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,6 @@ class KvCacheSize:
     """The KV cache of ``users`` sequences of ``context`` tokens each. Sizes in bytes."""
 
     kinds: tuple[LayerKind, ...]
-    kv_heads: int
-    head_dim: int
     context: int
     users: int
     dtype: KvDtype
@@ -75,45 +76,64 @@ class KvCacheSize:
     def of(
         model: ModelConfig, context: int, users: int, dtype: KvDtype, block_size: int = 16
     ) -> KvCacheSize:
-        counts = Counter(layer.window for layer in model.layers)
-        return KvCacheSize.made_of(
-            counts, model.num_kv_heads, model.head_dim, context, users, dtype, block_size
+        counts = Counter(
+            KvKind(layer.window, *model.heads_of(layer))
+            for layer in model.layers
+            if layer.shares is None
         )
+        return KvCacheSize.made_of(counts, context, users, dtype, block_size)
 
     @staticmethod
     def made_of(
-        layers: Mapping[int | None, int],
-        kv_heads: int,
-        head_dim: int,
+        layers: Mapping[KvKind, int],
         context: int,
         users: int,
         dtype: KvDtype,
         block_size: int = 16,
     ) -> KvCacheSize:
-        """``layers``: how many have each window; None: the whole context."""
+        """``layers``: how many there are of each kind."""
         for name, value in (
             *(("layers", count) for count in layers.values()),
-            *(("window", window) for window in layers if window is not None),
-            *(("kv_heads", kv_heads), ("head_dim", head_dim), ("context", context)),
-            *(("users", users), ("block_size", block_size)),
+            *(("window", kind.window) for kind in layers if kind.window is not None),
+            *(("kv_heads", kind.kv_heads) for kind in layers),
+            *(("head_dim", kind.head_dim) for kind in layers),
+            *(("context", context), ("users", users), ("block_size", block_size)),
         ):
             if value < 1:
                 raise ValueError(f"{name} is {value}, below 1")
+        ordered = sorted(layers, key=lambda kind: (kind.window or 0, *kind[1:]))
+        lengths = group_lengths(
+            [(layers[kind], kind.kv_heads * dtype.token_bytes(kind.head_dim)) for kind in ordered]
+        )
         kinds = tuple(
             LayerKind(
-                count,
-                window,
-                context if window is None else min(context, window),
-                peak_of_window(window, context, block_size),
+                layers[kind],
+                kind.window,
+                context if kind.window is None else min(context, kind.window),
+                peak_of_window(kind.window, context, block_size),
+                kind.kv_heads,
+                kind.head_dim,
+                length,
             )
-            for window, count in sorted(layers.items(), key=lambda item: item[0] or 0)
+            for kind, length in zip(ordered, lengths, strict=True)
         )
-        return KvCacheSize(kinds, kv_heads, head_dim, context, users, dtype, block_size)
+        return KvCacheSize(kinds, context, users, dtype, block_size)
+
+    def with_kv_heads(self, count: int) -> KvCacheSize:
+        """Return the same with so many KV heads in every layer."""
+        layers = Counter[KvKind]()
+        for kind in self.kinds:
+            layers[KvKind(kind.window, count, kind.head_dim)] += kind.layers
+        return KvCacheSize.made_of(layers, self.context, self.users, self.dtype, self.block_size)
 
     @property
-    def token_bytes(self) -> int:
-        """The bytes of a token in one layer."""
-        return self.kv_heads * self.dtype.token_bytes(self.head_dim)
+    def alike(self) -> bool:
+        """Whether all layers have as many KV heads, as wide."""
+        return len({(kind.kv_heads, kind.head_dim) for kind in self.kinds}) == 1
+
+    def token_bytes(self, kind: LayerKind) -> int:
+        """Return the bytes of a token in one layer."""
+        return kind.kv_heads * self.dtype.token_bytes(kind.head_dim)
 
     @property
     def token_layers(self) -> int:
@@ -128,13 +148,22 @@ class KvCacheSize:
     @property
     def numbers(self) -> int:
         """Bytes of keys and values themselves."""
-        count = 2 * self.token_layers * self.kv_heads * self.head_dim * self.users
-        return int(count * _NUMBER_BYTES[self.dtype])
+        return int(2 * self._vector_numbers * self.users * _NUMBER_BYTES[self.dtype])
+
+    @property
+    def _vectors(self) -> int:
+        """The keys of a sequence: of each token kept, in each layer, on each head."""
+        return sum(kind.layers * kind.kept * kind.kv_heads for kind in self.kinds)
+
+    @property
+    def _vector_numbers(self) -> int:
+        """The numbers of those keys."""
+        return sum(kind.layers * kind.kept * kind.kv_heads * kind.head_dim for kind in self.kinds)
 
     @property
     def scales(self) -> int:
         each = _SCALE_BYTES.get(self.dtype, 0)
-        return self.token_layers * self.kv_heads * self.users * each
+        return self._vectors * self.users * each
 
     @property
     def padding(self) -> int:
@@ -143,25 +172,33 @@ class KvCacheSize:
 
     @property
     def bytes(self) -> int:
-        return self.token_layers * self.token_bytes * self.users
+        return sum(map(self.kind_bytes, self.kinds))
 
     @property
     def without_windows(self) -> int:
         """What it would take if every layer kept the whole context."""
-        return (
-            sum(kind.layers for kind in self.kinds) * self.context * self.token_bytes * self.users
-        )
+        return self.bytes_per_token * self.context * self.users
 
     @property
     def paged_bytes(self) -> int:
         """In whole blocks, as the engine holds it."""
-        slots = sum(kind.layers * kind.blocks for kind in self.kinds) * self.block_size
-        return slots * self.token_bytes * self.users
+        return sum(map(self.kind_paged_bytes, self.kinds))
+
+    @property
+    def block_padding(self) -> int:
+        """What of `paged_bytes` is at the end of blocks, where groups of layers take less than the
+        largest.
+        """
+        slots = (
+            kind.layers * kind.blocks * self.block_size * self.token_bytes(kind)
+            for kind in self.kinds
+        )
+        return self.paged_bytes - sum(slots) * self.users
 
     @property
     def bytes_per_token(self) -> int:
         """The bytes of the next token while it is inside every window."""
-        return sum(kind.layers for kind in self.kinds) * self.token_bytes
+        return sum(kind.layers * self.token_bytes(kind) for kind in self.kinds)
 
     @property
     def factors(self) -> dict[str, int | float]:
@@ -170,12 +207,17 @@ class KvCacheSize:
         layers, tokens = {"layers": first.layers}, {"context": first.kept}
         if others:
             layers, tokens = {"layers_times_tokens": self.token_layers}, {}
+        heads = {"kv_heads": first.kv_heads, "head_dim": first.head_dim}
+        if not self.alike:
+            layers, heads = (
+                {"layers_times_tokens_times_heads_times_width": self._vector_numbers},
+                {},
+            )
         size = self.number_bytes
         return {
             "keys_and_values": 2,
             **layers,
-            "kv_heads": self.kv_heads,
-            "head_dim": self.head_dim,
+            **heads,
             **tokens,
             "users": self.users,
             "bytes_per_number": int(size) if size.is_integer() else size,
@@ -184,8 +226,10 @@ class KvCacheSize:
     @property
     def steps(self) -> list[str]:
         """The sum as it would be written down, a line a step."""
-        heads = f"{_count(self.kv_heads, 'KV head')} × {self.head_dim:,} wide"
-        people = _count(self.users, "user")
+        if not self.alike:
+            return self._unlike_steps()
+        kv_heads = _count(self.kinds[0].kv_heads, "KV head")
+        heads = f"{kv_heads} × {self.kinds[0].head_dim:,} wide"
         lines = []
         if len(self.kinds) > 1:
             for kind in self.kinds:
@@ -201,15 +245,35 @@ class KvCacheSize:
             tokens = f"{kind.kept:,} tokens × "
             if kind.window is not None:
                 lines.append(f"tokens kept: {_reach(kind, self.context)}")
-        lines.append(
-            f"2 (keys and values) × {layers} × {heads} × {tokens}{people} × "
+        return lines + self._last_steps(
+            f"{layers} × {heads} × {tokens}", f"{layers} × {kv_heads} × {tokens}"
+        )
+
+    def _unlike_steps(self) -> list[str]:
+        """The same where layers have heads of their own."""
+        lines = [
+            f"{_count(kind.layers, 'layer')} × {kind.kept:,} tokens ({_reach(kind, self.context)}) "
+            f"× {_count(kind.kv_heads, 'KV head')} × {kind.head_dim:,} wide = "
+            f"{kind.layers * kind.kept * kind.kv_heads * kind.head_dim:,}"
+            for kind in self.kinds
+        ]
+        return lines + self._last_steps(
+            f"{self._vector_numbers:,} (together) × ",
+            f"{self._vectors:,} (layers × tokens × KV heads) × ",
+        )
+
+    def _last_steps(self, numbers: str, vectors: str) -> list[str]:
+        """The lines from keys' numbers, and how many keys there are, to bytes."""
+        people = _count(self.users, "user")
+        lines = [
+            f"2 (keys and values) × {numbers}{people} × "
             f"{self.number_bytes:g} {'byte' if self.number_bytes == 1 else 'bytes'} "
             f"({self.dtype}) = {self.numbers:,} bytes"
-        )
+        ]
         if self.scales:
             what = "2 scales" if self.dtype is KvDtype.INT8 else "2 scales and 2 least values"
             lines.append(
-                f"scales: {layers} × {_count(self.kv_heads, 'KV head')} × {tokens}{people} × "
+                f"scales: {vectors}{people} × "
                 f"{_SCALE_BYTES[self.dtype]} bytes ({what}) = {self.scales:,} bytes"
             )
         if self.padding:
@@ -219,10 +283,12 @@ class KvCacheSize:
         return lines
 
     def kind_bytes(self, kind: LayerKind) -> int:
-        return kind.layers * kind.kept * self.token_bytes * self.users
+        return kind.layers * kind.kept * self.token_bytes(kind) * self.users
 
     def kind_paged_bytes(self, kind: LayerKind) -> int:
-        return kind.layers * kind.blocks * self.block_size * self.token_bytes * self.users
+        largest = max(each.layers_per_group * self.token_bytes(each) for each in self.kinds)
+        slots = kind.layers // kind.layers_per_group * kind.blocks * self.block_size
+        return slots * largest * self.users
 
 
 def kv_cache_bytes(
@@ -277,8 +343,8 @@ def _plain(
     dtype: str,
     window: int | None,
 ) -> KvCacheSize:
-    kinds = {window: layers}
-    return KvCacheSize.made_of(kinds, kv_heads, head_dim, context, users, KvDtype.of(dtype))
+    kinds = {KvKind(window, kv_heads, head_dim): layers}
+    return KvCacheSize.made_of(kinds, context, users, KvDtype.of(dtype))
 
 
 class Sharing(NamedTuple):
@@ -296,7 +362,12 @@ def sharings(model: ModelConfig, cache: KvCacheSize) -> list[Sharing]:
     """The same cache with as many KV heads as heads, as it is, and with one."""
     names = {model.num_heads: "MHA", 1: "MQA"}
     return [
-        Sharing(names.get(count, "GQA"), count, replace(cache, kv_heads=count).bytes, own)
+        Sharing(
+            names.get(count, "GQA"),
+            count,
+            (cache if own else cache.with_kv_heads(count)).bytes,
+            own,
+        )
         for count in sorted({model.num_heads, model.num_kv_heads, 1}, reverse=True)
         for own in (count == model.num_kv_heads,)
     ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from octavo.loader.base import CheckpointError
 from octavo.models.config import ModelConfig
 from octavo.models.program import (
     ExpertLinear,
@@ -89,7 +90,15 @@ def roles(op: Op) -> tuple[str, ...]:
 
 
 def split(program: Program) -> tuple[tuple[Op, ...], list[LayerOps]]:
-    """The ops before the first layer, and each layer's."""
+    """The ops before the first layer, and each layer's. Raises `CheckpointError` for layers that
+    cannot be computed by themselves.
+    """
+    for index, layer in enumerate(program.config.layers):
+        if layer.shares is not None:
+            raise CheckpointError(
+                f"layer {index} reads the keys and values of layer {layer.shares}: it cannot be "
+                "computed by itself"
+            )
     starts: list[int] = []
     end = len(program.ops)
     for index, op in enumerate(program.ops):
@@ -174,7 +183,7 @@ def _maker(
             return norm
         case GatedActivation():
             before = sources[source][1]  # up
-        case PagedAttention() as attention if config.num_heads == config.num_kv_heads:
+        case PagedAttention() as attention if attention.kv_heads == config.num_heads:
             # With fewer KV heads a value serves several inputs. (As the reference has it.)
             store = next(
                 index

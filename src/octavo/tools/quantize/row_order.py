@@ -17,7 +17,8 @@ def row_order(config: ModelConfig, role: str, *, interleaved: bool) -> npt.NDArr
     part = role.removesuffix(".bias").rpartition(".")[2]
     if part not in ("attn_q", "attn_k") or config.layers[0].rope.interleaved == interleaved:
         return None
-    heads = config.num_heads if part == "attn_q" else config.num_kv_heads
-    rows = np.arange(heads * config.head_dim)
+    kv_heads, head_dim = config.heads_of(config.layers[int(role.split(".")[1])])
+    heads = config.num_heads if part == "attn_q" else kv_heads
+    rows = np.arange(heads * head_dim)
     halves = rows.reshape((heads, 2, -1) if interleaved else (heads, -1, 2))
     return np.ascontiguousarray(halves.transpose(0, 2, 1)).reshape(-1)

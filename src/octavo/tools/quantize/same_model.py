@@ -22,6 +22,8 @@ def difference(wanted: ModelConfig, found: ModelConfig) -> str | None:
                 if len(ours) != len(theirs):
                     return "the number of layers would differ"
                 for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+                    if wanted.heads_of(a) != found.heads_of(b) or a.shares != b.shares:
+                        return f"the KV cache of layer {index} would differ"
                     if not _same_layer(a, b):
                         return f"{_part(a, b)} of layer {index} would differ"
                 continue

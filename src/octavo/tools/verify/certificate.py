@@ -156,7 +156,9 @@ def methods(
             method="draft_model", model=str(checkpoint.path), quantization=config.quantization
         ),
     }
-    some = [layer for layer in range(layers) if layer % 4 != 2]
+    shares = [layer.shares for layer in checkpoint.config.layers]
+    some = [index for index in range(layers) if index % 4 != 2]
+    some = [index for index in some if shares[index] is None or shares[index] in some]
     if len(some) < layers:
         named["layer_skip"] = SpeculativeConfig(method="layer_skip", layers=some)
     defaults = set(named)

@@ -192,7 +192,7 @@ def sparse(experts: Experts) -> tuple[Layer, ...]:
     return (replace(LLAMA.layers[0], experts=experts),)
 
 
-def sharing(*shares: int | None, **last: int) -> dict[str, object]:
+def sharing(*shares: int | None, **last: object) -> dict[str, object]:
     """Layers that share others' caches, the last changed."""
     layers = [replace(LLAMA.layers[0], shares=of) for of in shares]
     return {"layers": (*layers[:-1], replace(layers[-1], **last))}  # type: ignore[arg-type]
@@ -218,6 +218,7 @@ def sharing(*shares: int | None, **last: int) -> dict[str, object]:
         (sharing(None, 0, 1), "layer 2: it shares the cache of layer 1, which has none"),
         (sharing(None, 0, window=20), "layer 1: .* layer 0, whose window or heads differ"),
         (sharing(None, 0, head_dim=18), "layer 1: .* layer 0, whose window or heads differ"),
+        (sharing(None, 0, rope=Rope(2e4, 16, True)), "layer 1: .* whose rotary positions differ"),
         ({"layers": ()}, "number of layers is 0"),
         ({"layers": LLAMA.layers * 171}, "number of layers is 513"),
         ({"layers": (Layer(Rope(1e4, 18, interleaved=True)),)}, "rope dim 18"),

@@ -41,6 +41,8 @@ def to_exchange(layout: KvLayout, group: int, packed: Bytes) -> Bytes:
     them, to the exchange form [blocks, exchange_bytes]. Padding is dropped.
     """
     of, blocks = layout.groups[group], len(packed)
+    if packed.shape != (blocks, layout.block_bytes):
+        raise ValueError(f"blocks of {packed.shape[1:]} bytes, not {layout.block_bytes}")
     parts = _parts(layout, of, blocks)
     used = packed[:, : layout.group_bytes(of)]
     per_head = used.reshape(blocks, len(of.layers), of.kv_heads, -1)

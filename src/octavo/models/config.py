@@ -196,6 +196,8 @@ class ModelConfig:
             return f"it shares the cache of layer {other}, which has none"
         if (layer.window, self.heads_of(layer)) != (owner.window, self.heads_of(owner)):
             return f"it shares the cache of layer {other}, whose window or heads differ"
+        if layer.rope != owner.rope:
+            return f"it shares the cache of layer {other}, whose rotary positions differ"
         return None
 
     def heads_of(self, layer: Layer) -> tuple[int, int]:

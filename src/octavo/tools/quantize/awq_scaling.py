@@ -56,11 +56,12 @@ def awq(
     folded = fold(scheme, weights, inputs, stored)
     found = {}
     for shared in layer.inputs:
-        for role, op in zip(shared.roles, shared.linears, strict=True):
+        for role in shared.roles:
             if shared.router:
                 continue
             # Scores are a product of two roundings: clipping q and k does harm.
-            clip = None if op.out in ("q", "k") else _scaled_blocks(folded, role)
+            scored = role.rpartition(".")[2] in ("attn_q", "attn_k")
+            clip = None if scored else _scaled_blocks(folded, role)
             found[role] = round_to_nearest(scheme, folded.weights[role], clip)
     others = {
         role: value

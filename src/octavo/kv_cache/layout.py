@@ -11,7 +11,7 @@ none of its own, and is in no group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -132,23 +132,32 @@ class KvLayout:
     @staticmethod
     def of(config: ModelConfig, block_size: int = 16, dtype: KvDtype = KvDtype.BF16) -> KvLayout:
         """Return the layout for a model: groups of layers of one kind, with the least padding."""
-        layers: dict[KvKind, list[int]] = {}
-        for index, layer in enumerate(config.layers):
-            if layer.shares is None:
-                layers.setdefault(KvKind(layer.window, *config.heads_of(layer)), []).append(index)
-        kinds = sorted(layers, key=lambda kind: (kind.window or 0, kind.kv_heads, kind.head_dim))
-        lengths = group_lengths(
-            [
-                (len(layers[kind]), kind.kv_heads * dtype.token_bytes(kind.head_dim))
-                for kind in kinds
-            ]
-        )
+        layers = layers_by_kind(config)
+        lengths = lengths_by_kind({kind: len(each) for kind, each in layers.items()}, dtype)
         groups = tuple(
             KvGroup(tuple(layers[kind][start : start + length]), *kind)
-            for kind, length in zip(kinds, lengths, strict=True)
+            for kind, length in lengths.items()
             for start in range(0, len(layers[kind]), length)
         )
         return KvLayout(groups, block_size, dtype)
+
+
+def layers_by_kind(config: ModelConfig) -> dict[KvKind, list[int]]:
+    """Return the layers of each kind; those that read another layer's cache have none."""
+    layers: dict[KvKind, list[int]] = {}
+    for index, layer in enumerate(config.layers):
+        if layer.shares is None:
+            layers.setdefault(KvKind(layer.window, *config.heads_of(layer)), []).append(index)
+    return layers
+
+
+def lengths_by_kind(counts: Mapping[KvKind, int], dtype: KvDtype) -> dict[KvKind, int]:
+    """Return the layers a group of each kind, of which there are ``counts`` layers, in the order of
+    the groups.
+    """
+    kinds = sorted(counts, key=lambda kind: (kind.window or 0, kind.kv_heads, kind.head_dim))
+    sizes = [(counts[kind], kind.kv_heads * dtype.token_bytes(kind.head_dim)) for kind in kinds]
+    return dict(zip(kinds, group_lengths(sizes), strict=True))
 
 
 def group_lengths(kinds: Sequence[tuple[int, int]]) -> list[int]:

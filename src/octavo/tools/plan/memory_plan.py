@@ -23,7 +23,7 @@ from typing import NamedTuple
 from octavo.engine.cache_plan import all_work_bytes
 from octavo.engine.config import EngineConfig
 from octavo.kv_cache.cache import peak_blocks, peak_of_window
-from octavo.kv_cache.layout import KvDtype, KvKind, KvLayout, group_lengths
+from octavo.kv_cache.layout import KvDtype, KvKind, KvLayout, layers_by_kind, lengths_by_kind
 from octavo.loader.base import WeightFormat
 from octavo.loader.rounding import FLOATS, QUANTIZATIONS
 from octavo.models.config import ModelConfig
@@ -76,11 +76,7 @@ class KvCacheSize:
     def of(
         model: ModelConfig, context: int, users: int, dtype: KvDtype, block_size: int = 16
     ) -> KvCacheSize:
-        counts = Counter(
-            KvKind(layer.window, *model.heads_of(layer))
-            for layer in model.layers
-            if layer.shares is None
-        )
+        counts = {kind: len(layers) for kind, layers in layers_by_kind(model).items()}
         return KvCacheSize.made_of(counts, context, users, dtype, block_size)
 
     @staticmethod
@@ -101,10 +97,6 @@ class KvCacheSize:
         ):
             if value < 1:
                 raise ValueError(f"{name} is {value}, below 1")
-        ordered = sorted(layers, key=lambda kind: (kind.window or 0, *kind[1:]))
-        lengths = group_lengths(
-            [(layers[kind], kind.kv_heads * dtype.token_bytes(kind.head_dim)) for kind in ordered]
-        )
         kinds = tuple(
             LayerKind(
                 layers[kind],
@@ -115,7 +107,7 @@ class KvCacheSize:
                 kind.head_dim,
                 length,
             )
-            for kind, length in zip(ordered, lengths, strict=True)
+            for kind, length in lengths_by_kind(layers, dtype).items()
         )
         return KvCacheSize(kinds, context, users, dtype, block_size)
 

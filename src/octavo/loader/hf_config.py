@@ -26,7 +26,7 @@ from octavo.models.config import (
     ModelConfig,
     Rope,
 )
-from octavo.models.families import HF_TYPES
+from octavo.models.families import HF_TYPES, LATENT
 from octavo.models.family import Key
 from octavo.models.hf_type import FULL, SLIDING, HfType
 from octavo.models.section import Section
@@ -84,6 +84,8 @@ class _Reader:
         self.folder = folder
         file = folder.json(CONFIG)
         model_type = Section(self.fail, file).text("model_type")
+        if model_type in LATENT:
+            self.fail(f"model_type {model_type!r} has latent attention, which is planned only")
         if model_type not in HF_TYPES:
             self.fail(
                 f"model_type {model_type!r} is not supported; supported are {', '.join(HF_TYPES)}"

@@ -112,6 +112,7 @@ class Layer:
     num_kv_heads: int | None = None  # None: the model's
     head_dim: int | None = None  # None: the model's
     shares: int | None = None  # an earlier layer, whose keys and values it reads: it has none
+    latent: bool = False  # a token's key is its value, too; planned for, and computed by no program
 
 
 @dataclass(frozen=True, slots=True)

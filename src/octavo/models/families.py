@@ -23,6 +23,11 @@ FAMILIES: dict[str, Family] = {
 HF_TYPES: dict[str, tuple[Family, HfType]] = {
     kind.model_type: (family, kind) for family in FAMILIES.values() for kind in family.hf
 }
+# Those with latent attention, and GGUF's name for them all: `octavo plan` knows them, and the engine
+# does not compute them (tools/plan/latent.py).
+LATENT = frozenset(
+    {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", "mistral4", "deepseek2"}
+)
 # By GGUF's architecture: dense, with experts, or either, as the file has it.
 ARCHITECTURES: dict[str, list[Family]] = {}
 for _family in FAMILIES.values():

@@ -364,7 +364,7 @@ def verdict(load: ServingLoad, place: DeviceMemory, need: Need | None) -> str:
     what = f"{plural(load.users, 'user')} of {load.context:,} tokens"
     what += " takes" if load.users == 1 else " take"
     if need is None:
-        return f"Does not fit on {place.name}: no kernel here takes {_unserved(load)}."
+        return f"Does not run on {place.name}: no kernel here takes {_unserved(load)}."
     of = f"{as_size(need.bytes)} of {as_size(place.memory_bytes)}"
     if need.fits:
         return f"Fits on {place.name}: {what} {of}, and {need.sequences:,} would fit."
@@ -391,6 +391,8 @@ def _unserved(load: ServingLoad) -> str:
     """What the engine cannot hold."""
     from octavo.kv_cache.layout import KvDtype
 
+    if not load.subject.served:
+        return "latent attention"
     cache = load.dtype not in KvDtype.served()
     return f"a cache of {load.dtype}" if cache else f"weights in {load.stored.name}"
 
@@ -432,7 +434,7 @@ def as_text(
     ]
     if instead:
         lines += ["", *_instead_lines(places[0], instead)]
-    elif needs[0] is None or not needs[0].fits:
+    elif load.subject.served and (needs[0] is None or not needs[0].fits):
         lines += ["", _nothing(load, places[0])]
     elif places[0].here and subject.stored is not None:
         lines += ["", f"To have it so: {serve} --kv-cache-memory-bytes {needs[0].kv_bytes}"]

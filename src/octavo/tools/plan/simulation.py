@@ -17,7 +17,6 @@ from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader.base import WeightFormat
 from octavo.machine.memory import as_size
-from octavo.models.families import program
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.request import LatencyTarget
 from octavo.scheduler.scheduler import Scheduler
@@ -196,7 +195,7 @@ def simulated_engine(setup: Setup) -> Engine:
         memory=setup.memory,
         chunked_prefill=setup.chunked_prefill,
     )
-    compute = program(setup.subject.program.config, plan.max_model_len)
+    compute = setup.subject.program_for(plan.max_model_len)
     executor = SimulatedExecutor(
         compute,
         layout,

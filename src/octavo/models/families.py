@@ -23,8 +23,8 @@ FAMILIES: dict[str, Family] = {
 HF_TYPES: dict[str, tuple[Family, HfType]] = {
     kind.model_type: (family, kind) for family in FAMILIES.values() for kind in family.hf
 }
-# Those with latent attention, and GGUF's name for them all: `octavo plan` knows them, and the engine
-# does not compute them (tools/plan/latent.py).
+# Model types with latent attention, and GGUF's name for all of them: they are planned for
+# (tools/plan/latent.py) and not computed.
 LATENT = frozenset(
     {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", "mistral4", "deepseek2"}
 )

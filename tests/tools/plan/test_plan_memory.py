@@ -126,7 +126,7 @@ def test_why_it_does_not_fit() -> None:
 SIZES = st.integers(1, 100)
 WINDOWS, WIDTHS = st.none() | st.integers(1, 600), st.integers(2, 300)
 KINDS = st.builds(KvKind, WINDOWS, SIZES, WIDTHS, st.just(False))
-LATENTS = st.builds(KvKind, WINDOWS, st.just(1), WIDTHS, st.just(True))
+LATENTS = st.builds(KvKind, WINDOWS, st.just(1), WIDTHS.map(lambda n: 2 * n), st.just(True))
 
 
 @given(

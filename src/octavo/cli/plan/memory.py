@@ -26,7 +26,14 @@ from octavo.tools.plan.gpu import RUNTIME_BYTES
 from octavo.words import plural
 
 if TYPE_CHECKING:
-    from octavo.tools.plan.memory_plan import Alternative, DeviceMemory, Need, ServingLoad
+    from octavo.tools.plan.memory_plan import (
+        Alternative,
+        DeviceMemory,
+        KvCacheSize,
+        Need,
+        ServingLoad,
+        Sharing,
+    )
     from octavo.tools.plan.quantization import StoredWeights
     from octavo.tools.plan.schemes import StorageScheme
     from octavo.tools.plan.subject import Subject
@@ -434,8 +441,9 @@ def as_text(
     ]
     if instead:
         lines += ["", *_instead_lines(places[0], instead)]
-    elif load.subject.served and (needs[0] is None or not needs[0].fits):
-        lines += ["", _nothing(load, places[0])]
+    elif needs[0] is None or not needs[0].fits:
+        if load.subject.served:
+            lines += ["", _nothing(load, places[0])]
     elif places[0].here and subject.stored is not None:
         lines += ["", f"To have it so: {serve} --kv-cache-memory-bytes {needs[0].kv_bytes}"]
     return "\n".join(lines)
@@ -483,7 +491,7 @@ def _kv_lines(load: ServingLoad) -> list[str]:
             f"  ({as_size(cache.block_padding)} of them behind layers that take less of a block)"
         )
     lines += [
-        f"  {sharing.name}, {plural(sharing.kv_heads, 'KV head')}: {as_size(sharing.bytes)}"
+        f"  {sharing.name}, {_heads(sharing, cache)}: {as_size(sharing.bytes)}"
         + (" (this model)" if sharing.own else "")
         for sharing in memory_plan.sharings(load.subject.program.config, cache)
     ]
@@ -492,6 +500,10 @@ def _kv_lines(load: ServingLoad) -> list[str]:
             f"  the draft model's ({load.draft.subject.name}): {as_size(load.draft_cache.bytes)}"
         )
     return lines
+
+
+def _heads(sharing: Sharing, cache: KvCacheSize) -> str:
+    return "a latent" if cache.latent else plural(sharing.kv_heads, "KV head")
 
 
 def _folded(step: str) -> list[str]:

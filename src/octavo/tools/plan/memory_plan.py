@@ -214,15 +214,15 @@ class KvCacheSize:
         layers, tokens = {"layers": first.layers}, {"context": first.kept}
         if others:
             layers, tokens = {"layers_times_tokens": self.token_layers}, {}
+        both = {"keys_and_values": 2}
         heads = {"kv_heads": first.kv_heads, "head_dim": first.head_dim}
+        if self.latent:
+            both, heads = {}, {"latent": first.head_dim}
         if not self.alike:
             layers, heads = (
                 {"layers_times_tokens_times_heads_times_width": self._vector_numbers},
                 {},
             )
-        both = {"keys_and_values": 2}
-        if self.latent:
-            both, heads = {}, {"latent": first.head_dim}
         size = self.number_bytes
         return {
             **both,

@@ -161,6 +161,10 @@ def weights_on(
             stored = as_rounded(subject, quantization)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+    if not subject.served and not device.gpu:
+        raise SettingsError(
+            f"{subject.name} is for plans of GPUs: no kernel here computes latent attention"
+        )
     if for_gpus(stored) and not device.gpu:
         raise SettingsError(
             "fp8 weights are for plans of GPUs: CPUs have no fp8 units, and no kernel here takes "

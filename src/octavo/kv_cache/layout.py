@@ -122,6 +122,11 @@ class KvLayout:
         """KV bytes of a token while it is inside every window, without padding."""
         return sum(len(group.layers) * self.token_bytes(group) for group in self.groups)
 
+    @property
+    def held_bytes_per_token(self) -> int:
+        """The same with the padding of its blocks."""
+        return self.block_bytes // self.block_size * len(self.groups)
+
     def place(self, layer: int) -> tuple[int, int]:
         """Return (group, index within the group) of a layer. Raise `KeyError`."""
         for index, group in enumerate(self.groups):

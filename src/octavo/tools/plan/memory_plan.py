@@ -361,7 +361,7 @@ class Sharing(NamedTuple):
     """
 
     name: str
-    kv_heads: int
+    kv_heads: int | None  # None: layers differ
     bytes: int  # of the cache
     own: bool  # the model's own
 
@@ -369,16 +369,15 @@ class Sharing(NamedTuple):
 def sharings(model: ModelConfig, cache: KvCacheSize) -> list[Sharing]:
     """The same cache with as many KV heads as heads, as it is, and with one."""
     names = {model.num_heads: "MHA", 1: "MQA"}
-    return [
-        Sharing(
-            names.get(count, "GQA"),
-            count,
-            (cache if own else cache.with_kv_heads(count)).bytes,
-            own,
-        )
-        for count in sorted({model.num_heads, model.num_kv_heads, 1}, reverse=True)
-        for own in (count == model.num_kv_heads,)
+    counts = {kind.kv_heads for kind in cache.kinds}
+    own = counts if len(counts) == 1 else set()
+    found = [
+        Sharing(names.get(count, "GQA"), count, cache.with_kv_heads(count).bytes, count in own)
+        for count in sorted({model.num_heads, 1} | own, reverse=True)
     ]
+    if not own:
+        found.insert(1, Sharing("GQA", None, cache.bytes, own=True))
+    return found
 
 
 # --- weights -------------------------------------------------------------------------------------

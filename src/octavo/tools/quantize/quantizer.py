@@ -114,7 +114,8 @@ class Quantizer:
         self.before, self.layers = split(self.program)
         # What layers read of those before them: values, and other layers' keys and values.
         self._handed_on = live([op for layer in self.layers for op in layer.ops])
-        self._owners = {layer.shares for layer in self.config.layers} - {None}
+        shared = (layer.shares for layer in self.config.layers)
+        self._owners = {owner for owner in shared if owner is not None}
         self.starved: list[int] = []  # of each layer done, how many experts saw too few rows
         self._check()
 

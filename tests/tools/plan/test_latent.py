@@ -182,7 +182,7 @@ def test_the_engine_refuses_gguf_by_name(tmp_path: Path) -> None:
         ({"mlp_layer_types": ["dense", "sparse", "moe", 7]}, "'moe' is neither"),
         ({"n_routed_experts": 5000}, "5000 experts"),
         ({"num_experts_per_tok": 9}, "9 of 8 experts"),
-        ({"n_shared_experts": 1 << 30}, "n_shared_experts is 1073741824, above"),
+        ({"n_shared_experts": 1 << 30}, "shared_expert is 34359738368"),
         ({"n_shared_experts": 1.5}, "n_shared_experts is 1.5"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"attention_bias": 1}, "attention_bias is 1"),

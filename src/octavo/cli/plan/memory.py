@@ -503,7 +503,10 @@ def _kv_lines(load: ServingLoad) -> list[str]:
 
 
 def _heads(sharing: Sharing, cache: KvCacheSize) -> str:
-    return "a latent" if cache.latent else plural(sharing.kv_heads, "KV head")
+    if cache.latent:
+        return "a latent"
+    by_layer = sharing.kv_heads is None
+    return "KV heads by layer" if by_layer else plural(sharing.kv_heads, "KV head")
 
 
 def _folded(step: str) -> list[str]:

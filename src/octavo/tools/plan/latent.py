@@ -12,7 +12,7 @@ attention finds, so that every head's queries and results are as wide as the lat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any, ClassVar, NoReturn
 
@@ -22,7 +22,6 @@ from octavo.models.build import Builder
 from octavo.models.config import MAX_LAYERS, UNROTATED, Experts, Layer, ModelConfig
 from octavo.models.program import (
     Evaluation,
-    GatedActivation,
     Linear,
     Op,
     PagedAttention,
@@ -196,35 +195,34 @@ class _Reader:
             )
         except ValueError as error:
             self.fail(str(error))
-        shared = section.values["n_shared_experts"] or 0
-        if shared:
-            size = section.count("moe_intermediate_size")
-            shared = self.count("n_shared_experts", (1 << 20) // size) * size
-        return _program(config, shape, shared, self.model_type in _BALANCED)
+        return _program(config, shape)
 
     def layers(self) -> tuple[Layer, ...]:
         """Dense ones first, then those with experts, unless the file has a list of them."""
         count = self.count("num_hidden_layers", MAX_LAYERS)
         types = self.section.values.get("mlp_layer_types")
         if types is None:
-            dense = self.count("first_k_dense_replace", MAX_LAYERS, least=0)
-            types = ["dense"] * min(dense, count) + ["sparse"] * (count - dense)
+            first = self.count("first_k_dense_replace", MAX_LAYERS, least=0)
+            types = ["dense"] * min(first, count) + ["sparse"] * (count - first)
         if not isinstance(types, list) or len(types) != count:
             self.fail(f"mlp_layer_types is not a list of {count} types")
         if other := [kind for kind in types if kind not in ("dense", "sparse")]:
             self.fail(f"mlp_layer_types: {other[0]!r} is neither dense nor sparse")
-        experts = None
+        dense = sparse = Layer(UNROTATED, latent=True)
         if "sparse" in types:
+            size = self.section.count("moe_intermediate_size")
             experts = Experts(
                 self.section.count("n_routed_experts"),
                 self.section.count("num_experts_per_tok"),
-                self.section.count("moe_intermediate_size"),
+                size,
                 self.section.flag("norm_topk_prob"),
+                selection_bias=self.model_type in _BALANCED,
             )
-        return tuple(
-            Layer(UNROTATED, experts=experts if kind == "sparse" else None, latent=True)
-            for kind in types
-        )
+            shared = self.section.values["n_shared_experts"]  # side by side, as one
+            if shared is not None:
+                shared = self.section.count("n_shared_experts", least=0)
+            sparse = replace(dense, experts=experts, shared_expert=(shared or 0) * size)
+        return tuple(sparse if kind == "sparse" else dense for kind in types)
 
 
 # --- the computation -----------------------------------------------------------------------------
@@ -232,18 +230,13 @@ class _Reader:
 _BIASED = ("attn_q_a", "attn_kv_a_mqa", "attn_output")  # where ``attention_bias`` is set
 
 
-def _program(config: ModelConfig, shape: LatentShape, shared: int, balanced: bool) -> Program:
-    """Write down what is counted. ``shared``: the width of the experts that every token goes to, as
-    one feed-forward layer; ``balanced``: routers have a bias.
-    """
+def _program(config: ModelConfig, shape: LatentShape) -> Program:
+    """Write down what is counted."""
     b, heads = Builder(config), config.num_heads
     b.widths |= {
         "q_latent": shape.query_rank,
         "heads": heads * (shape.nope + shape.rope),
         "values": heads * shape.value,
-        "routed": config.hidden_size,
-        "shared_gate": shared,
-        "shared_up": shared,
     }
     b.embed(1.0)
     for index, layer in enumerate(b.layers()):
@@ -262,20 +255,12 @@ def _program(config: ModelConfig, shape: LatentShape, shared: int, balanced: boo
         b.linear("values", "attn_output", "h")
         b.add()
         b.norm("x", "ffn_norm", "h")
-        if layer.experts is None:
-            b.feed_forward("h")
-            b.add()
-            continue
-        if balanced:
-            b.weights[b.role("exp_probs_b.bias")] = (layer.experts.count,)
-        b.feed_forward("h", layer.experts, "routed")
-        b.add("routed")
-        if shared:
-            b.linear("h", "ffn_gate_shexp", "shared_gate")
-            b.linear("h", "ffn_up_shexp", "shared_up")
-            b.append(GatedActivation("shared_gate", "shared_up", "shared_gate", config.activation))
-            b.linear("shared_gate", "ffn_down_shexp", "h")
-            b.add()
+        if layer.shared_expert:
+            b.shared_expert("h", layer.shared_expert, gate=False)
+        b.feed_forward("h", layer.experts)
+        b.add()
+        if layer.shared_expert:
+            b.add("shared")
     return b.head()
 
 

@@ -505,8 +505,9 @@ def _kv_lines(load: ServingLoad) -> list[str]:
 def _heads(sharing: Sharing, cache: KvCacheSize) -> str:
     if cache.latent:
         return "a latent"
-    by_layer = sharing.kv_heads is None
-    return "KV heads by layer" if by_layer else plural(sharing.kv_heads, "KV head")
+    if sharing.kv_heads is None:
+        return "KV heads by layer"
+    return plural(sharing.kv_heads, "KV head")
 
 
 def _folded(step: str) -> list[str]:

@@ -129,10 +129,12 @@ def test_a_key_costs_its_width_and_then_that_of_the_latent(tmp_path: Path) -> No
 
 
 def test_a_model_that_also_sees_has_its_text_part(tmp_path: Path) -> None:
-    plain = Subject.find(str(config(tmp_path))).parameters
     text = TINY | {"model_type": "kimi_k2"}
-    (tmp_path / CONFIG).write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
-    assert Subject.find(str(tmp_path / CONFIG)).parameters == plain
+    file = {"model_type": "kimi_k25", "text_config": text}
+    for outer, tied in (({}, False), ({"tie_word_embeddings": True}, True)):
+        plain = Subject.find(str(config(tmp_path, tie_word_embeddings=tied))).parameters
+        (tmp_path / CONFIG).write_text(json.dumps(file | outer))
+        assert Subject.find(str(tmp_path / CONFIG)).parameters == plain
 
 
 def test_every_plan_knows_it(tmp_path: Path) -> None:

@@ -134,11 +134,18 @@ def latent_config(folder: HfFolder) -> dict[str, Any] | None:
     one: the whole file or, of a model that also sees, its ``text_config``.
     """
     file = folder.json(CONFIG)
+    if _is_latent(file):
+        return file
     text = file.get("text_config")
-    for part in (file, text if isinstance(text, dict) else {}):
-        if part.get("model_type") in DEFAULTS:
-            return part
-    return None
+    if not isinstance(text, dict) or not _is_latent(text):
+        return None
+    tied = "tie_word_embeddings"  # which the outer one decides
+    return text | {tied: file[tied]} if tied in file else text
+
+
+def _is_latent(file: Mapping[str, Any]) -> bool:
+    model_type = file.get("model_type")
+    return isinstance(model_type, str) and model_type in DEFAULTS
 
 
 def latent_program(folder: HfFolder, file: Mapping[str, Any]) -> Program:

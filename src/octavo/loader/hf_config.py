@@ -116,7 +116,9 @@ class _Reader:
         model_type = Section(self.fail, whole).text("model_type")
         wrapper = HF_WRAPPERS.get(model_type)
         if model_type in LATENT:
-            self.fail(f"model_type {model_type!r} has latent attention, which is planned only")
+            self.fail(
+                f"model_type {model_type!r} is not supported: latent attention is planned for only"
+            )
         if model_type not in HF_TYPES and wrapper is None:
             supported = ", ".join((*HF_TYPES, *HF_WRAPPERS))
             self.fail(f"model_type {model_type!r} is not supported; supported are {supported}")

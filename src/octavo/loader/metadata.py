@@ -35,7 +35,9 @@ def model_config(file: GgufFile) -> ModelConfig:
     """The model's shape. Raises `CheckpointError` for what is missing, wrong or unsupported."""
     architecture = file.get("general.architecture", str)
     if architecture in LATENT:
-        file.fail(f"architecture {architecture!r} has latent attention, which is planned only")
+        file.fail(
+            f"architecture {architecture!r} is not supported: latent attention is planned for only"
+        )
     if architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         file.fail(f"architecture {architecture!r} is not supported; supported are {supported}")

@@ -158,14 +158,16 @@ def test_every_plan_knows_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", [*sorted(LATENT - {"deepseek2"})])
 def test_the_engine_refuses_folders_by_name(model_type: str, tmp_path: Path) -> None:
     config(tmp_path, model_type)
-    with pytest.raises(CheckpointError, match=rf"'{model_type}' has latent attention"):
+    with pytest.raises(
+        CheckpointError, match=rf"'{model_type}' is not supported: latent attention"
+    ):
         model_config(HfFolder(tmp_path))
 
 
 def test_the_engine_refuses_gguf_by_name(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     Gguf().set("general.architecture", STRING, "deepseek2").write(path)
-    with pytest.raises(CheckpointError, match="'deepseek2' has latent attention"):
+    with pytest.raises(CheckpointError, match="'deepseek2' is not supported: latent attention"):
         load(path)
 
 

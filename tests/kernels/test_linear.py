@@ -16,7 +16,7 @@ from octavo.loader.base import WeightFormat
 from paths import TESTS
 
 BLOCKS = np.load(TESTS / "kernels/gguf_blocks.npz")
-FORMATS = [format for format in WeightFormat if not format.grouped]  # GGUF's
+FORMATS = [format for format in WeightFormat if format.in_gguf]  # GGUF's
 FLOATS = {WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16}
 FIXED_POINT = {WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q4_K}  # linear_layout.h
 

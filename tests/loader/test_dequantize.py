@@ -10,7 +10,7 @@ from octavo.loader.dequantize import dequantize, group_scales
 from paths import TESTS
 
 BLOCKS = np.load(TESTS / "kernels/gguf_blocks.npz")
-FORMATS = [format for format in WeightFormat if not format.grouped]
+FORMATS = [format for format in WeightFormat if format.in_gguf]
 
 
 def recorded(format: WeightFormat) -> tuple[Weight, np.ndarray]:

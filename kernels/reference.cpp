@@ -160,9 +160,10 @@ void dequantize_t3(const uint8_t *block, const int *numbers, float *out) {
 
 void dequantize_t4(const uint8_t *block, const int *numbers, int parts, float *out) {
     for (int i = 0; i < 256; ++i) {
-        const int scale = static_cast<int8_t>(block[2 + i / 32]);
-        const int number = scale * numbers[number_at(block + 10, 4, i)];
-        out[i] = half(block) * static_cast<float>(number) / static_cast<float>(parts);
+        const auto scale = static_cast<int8_t>(block[2 + i / 32]);
+        const int number = numbers[number_at(block + 10, 4, i)];
+        out[i] = half(block) * static_cast<float>(scale) * static_cast<float>(number) /
+                 static_cast<float>(parts);
     }
 }
 

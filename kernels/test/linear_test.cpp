@@ -278,7 +278,8 @@ bool is_fixed(Format format) {
 float with_quants(Format format, const std::byte *block, int64_t part, int q) {
     std::vector<std::byte> copy(block, block + format_info(format).block_bytes);
     const size_t header = format == Format::Q4_0 ? 2 : format == Format::Q4_1 ? 4 : 16;
-    std::memset(copy.data() + header, q * 17, copy.size() - header);
+    for (size_t i = header; i < copy.size(); ++i)
+        copy[i] = static_cast<std::byte>(q * 17);
     std::vector<float> out(static_cast<size_t>(format_info(format).block_values));
     reference::dequantize(format, copy.data(), format_info(format).block_values, out.data());
     return out[static_cast<size_t>(part * 32)];

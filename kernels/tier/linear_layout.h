@@ -111,7 +111,7 @@ constexpr Traits traits(Format format) {
     case Format::T4_IQ3_S:
         return {256, 0, 16, 32, 0, 32, false, true, false, 4, false, true};
     case Format::NVFP4:
-        return {256, 0, 32, 0, 0, 16, false, false, false, 4, false, true, true, true};
+        return {256, 0, 32, 0, 0, 32, false, false, false, 4, false, true, true, true};
     default:
         return {};
     }
@@ -191,8 +191,9 @@ struct Codebook {
 template <Format F> constexpr Codebook codebook() {
     switch (F) {
     case Format::MXFP4:
-    case Format::NVFP4:
         return {{16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4}};
+    case Format::NVFP4:
+        return {{32, 33, 34, 35, 36, 38, 40, 44, 32, 31, 30, 29, 28, 26, 24, 20}};
     case Format::T3_IQ1:
         return {{25, 33, 41, 32, 23, 31, 39, 32}, 0.125f};
     case Format::T3_IQ2:

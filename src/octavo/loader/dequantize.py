@@ -245,17 +245,27 @@ def _iq4_xs(b: Bytes) -> Float32:
     return _iq4_xs_scales(b)[:, :, None] * levels
 
 
-def _tq2_0(b: Bytes) -> Float32:
-    return _half(b, 64) * (_pairs(b[:, :64]).astype(np.float32) - 1)
+def ternary_blocks(format: WeightFormat, data: Bytes) -> tuple[Float32, Bytes]:
+    """d [blocks, 1] and numbers [blocks, 256] of TQ1_0 and TQ2_0: w = d * (number - 1).
+
+    TQ1_0 has five digits of base 3 in a byte, as a fraction of 256: runs of 32 bytes, of 16, and
+    four digits in each of 4.
+    """
+    size = _FORMATS[format][0]
+    b = np.ascontiguousarray(data).reshape(-1, size)
+    if format is WeightFormat.TQ2_0:
+        return _half(b, 64), _pairs(b[:, :64])
+    runs = ((0, 32, 5), (32, 48, 5), (48, 52, 4))
+    digits = [_ternary(b[:, begin:end], count) for begin, end, count in runs]
+    return _half(b, 52), np.concatenate(digits, axis=1)
 
 
-def _tq1_0(b: Bytes) -> Float32:
-    """Five digits of base 3 a byte, as a fraction of 256: runs of 32, of 16, then of 4 bytes."""
-    runs = [
-        _ternary(b[:, begin:end], digits)
-        for begin, end, digits in ((0, 32, 5), (32, 48, 5), (48, 52, 4))
-    ]
-    return _half(b, 52) * (np.concatenate(runs, axis=1).astype(np.float32) - 1)
+def _tq(format: WeightFormat) -> Callable[[Bytes], Float32]:
+    def read(b: Bytes) -> Float32:
+        d, numbers = ternary_blocks(format, b)
+        return d * (numbers.astype(np.float32) - 1)
+
+    return read
 
 
 def _ternary(fractions: Bytes, digits: int) -> Bytes:
@@ -285,8 +295,8 @@ _FORMATS: dict[WeightFormat, tuple[int, Callable[[Bytes], Float32]]] = {
     WeightFormat.IQ4_NL: (18, _iq4_nl),
     WeightFormat.IQ4_XS: (136, _iq4_xs),
     WeightFormat.MXFP4: (17, _mxfp4),
-    WeightFormat.TQ1_0: (54, _tq1_0),
-    WeightFormat.TQ2_0: (66, _tq2_0),
+    WeightFormat.TQ1_0: (54, _tq(WeightFormat.TQ1_0)),
+    WeightFormat.TQ2_0: (66, _tq(WeightFormat.TQ2_0)),
     **{format: (grid.block_bytes, grid.dequantize) for format, grid in GRID_FORMATS.items()},
 }
 _SCALES: dict[WeightFormat, Callable[[Bytes], Float32]] = {

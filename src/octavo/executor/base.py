@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.kv_cache.layout import KvDtype, KvLayout
+from octavo.kv_cache.state_batch import StateBatch
 from octavo.loader.base import CheckpointError
 from octavo.models.program import PagedAttention, Program, RopeAndStoreKv
 
@@ -46,6 +47,7 @@ class Batch:
     block_tables: Int32  # [groups, max sequences, max blocks a sequence]
     logits_rows: Int32  # [L], ascending indices into the T tokens
     copies: Int32  # [C, 2] (source block, destination block), done before anything else
+    state: StateBatch | None = None  # None: no layer is recurrent
 
     @property
     def num_tokens(self) -> int:

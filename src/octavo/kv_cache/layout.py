@@ -6,16 +6,18 @@ head width) are split into groups of equal length; each sequence has one block t
 Llama has one group of all layers; Gemma 3 270M (15 window layers, 3 global) has six groups of three
 layers. Where kinds have keys of other sizes, so have their groups' lengths, and what is left at the
 end of a shorter group's block is padding. A layer that reads another layer's keys and values has
-none of its own, and is in no group.
+none of its own, and is in no group. Nor is a recurrent layer: its state is in blocks of the same
+pool (`StateLayout`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+from octavo.kv_cache.state_layout import StateLayout
 from octavo.models.config import ModelConfig
 
 
@@ -101,11 +103,20 @@ class KvLayout:
     groups: tuple[KvGroup, ...]
     block_size: int  # tokens a block
     dtype: KvDtype
+    state: StateLayout | None = None  # of the recurrent layers, if there are any
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, which has room for ``block_size`` tokens of any group."""
-        return max(map(self.group_bytes, self.groups))
+        """Bytes of one block, which has room for ``block_size`` tokens of any group, and for a
+        page of the state.
+        """
+        size = max(map(self.group_bytes, self.groups))
+        return size if self.state is None else self.state.page_bytes(size)
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks that the state of one sequence takes."""
+        return 0 if self.state is None else self.state.pages
 
     def group_bytes(self, group: KvGroup) -> int:
         """Return the bytes that keys and values of ``block_size`` tokens of a group take: those
@@ -139,14 +150,24 @@ class KvLayout:
             for kind, length in lengths.items()
             for start in range(0, len(layers[kind]), length)
         )
-        return KvLayout(groups, block_size, dtype)
+        layout = KvLayout(groups, block_size, dtype)
+        recurrences = {
+            index: layer.recurrence
+            for index, layer in enumerate(config.layers)
+            if layer.recurrence is not None
+        }
+        if not recurrences:
+            return layout
+        return replace(layout, state=StateLayout.of(recurrences, layout.block_bytes))
 
 
 def layers_by_kind(config: ModelConfig) -> dict[KvKind, list[int]]:
-    """Return the layers of each kind; those that read another layer's cache have none."""
+    """Return the layers of each kind; recurrent ones and those that read another layer's cache have
+    none.
+    """
     layers: dict[KvKind, list[int]] = {}
     for index, layer in enumerate(config.layers):
-        if layer.shares is None:
+        if layer.shares is None and layer.recurrence is None:
             layers.setdefault(KvKind(layer.window, *config.heads_of(layer)), []).append(index)
     return layers
 

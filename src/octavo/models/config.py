@@ -9,6 +9,8 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from octavo.models.recurrence_shape import RecurrenceShape, recurrence_fault
+
 MAX_EXPERTS = 1024
 MAX_LAYERS = 512
 
@@ -112,6 +114,7 @@ class Layer:
     num_kv_heads: int | None = None  # None: the model's
     head_dim: int | None = None  # None: the model's
     shares: int | None = None  # an earlier layer, whose keys and values it reads: it has none
+    recurrence: RecurrenceShape | None = None  # in place of attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +186,10 @@ class ModelConfig:
         for layer in dict.fromkeys(self.layers):
             if fault := _fault(layer, self.num_heads, *self.heads_of(layer)):
                 raise ValueError(f"layer {self.layers.index(layer)}: {fault}")
+        if all(layer.recurrence is not None for layer in self.layers):
+            raise ValueError(
+                "no layer has attention: models of recurrent layers only are not supported"
+            )
         for index, layer in enumerate(self.layers):
             if layer.shares is not None and (fault := self._sharing_fault(index, layer.shares)):
                 raise ValueError(f"layer {index}: {fault}")
@@ -192,7 +199,7 @@ class ModelConfig:
         if not 0 <= other < index:
             return f"it shares the cache of layer {other}, which is not an earlier one"
         layer, owner = self.layers[index], self.layers[other]
-        if owner.shares is not None:
+        if owner.shares is not None or owner.recurrence is not None:
             return f"it shares the cache of layer {other}, which has none"
         if (layer.window, self.heads_of(layer)) != (owner.window, self.heads_of(owner)):
             return f"it shares the cache of layer {other}, whose window or heads differ"
@@ -253,6 +260,11 @@ def _fault(layer: Layer, num_heads: int, num_kv_heads: int, head_dim: int) -> st
         return f"head_dim is {head_dim}, outside 2 to 1024"
     if layer.window is not None and layer.window < 1:
         return f"window is {layer.window}, below 1"
+    if layer.recurrence is not None:
+        if layer.window is not None or layer.shares is not None:
+            return "it is recurrent, and has a window or shares a cache"
+        if fault := recurrence_fault(layer.recurrence):
+            return fault
     if experts is not None:
         size = experts.intermediate_size
         if not 1 <= experts.count <= MAX_EXPERTS:

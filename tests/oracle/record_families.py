@@ -95,6 +95,10 @@ def models() -> dict[str, Tiny]:
     # In layers of windows and without, several of each.
     gemma = sizes | {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24}
     gemma |= {"num_key_value_heads": 1, "num_attention_heads": 2, "intermediate_size": 40}
+    # Of short convolutions and attention, the two kinds in any order.
+    conv, full = "conv", "full_attention"
+    lfm2 = sizes | {"num_hidden_layers": 5, "layer_types": [conv, full, conv, conv, full]}
+    lfm2 |= {"block_multiple_of": 16, "conv_L_cache": 3}
     sparse = sizes | {"head_dim": 8, "num_experts": 6, "moe_intermediate_size": 20}
     return {
         "llama": Tiny(
@@ -214,6 +218,75 @@ def models() -> dict[str, Tiny]:
                 tie_word_embeddings=True,
             ),
             gguf=False,
+        ),
+        "lfm2": Tiny(
+            transformers.Lfm2Config(**lfm2),
+            {
+                # As files of before transformers 5 have it.
+                "old-keys": Variant(
+                    {
+                        "layer_types": None,
+                        "full_attn_idxs": [1, 4],
+                        "rope_parameters": None,
+                        "rope_theta": 500.0,
+                        "tie_embedding": True,
+                        "block_ff_dim": 48,
+                        "intermediate_size": 100,
+                    },
+                ),
+                "eps": Variant({"norm_eps": 0.3}, gguf=True),
+                "linear": Variant({"rope_parameters": linear}, gguf=True),
+                # Its factors do not come into GGUF files.
+                "llama3": Variant({"rope_parameters": llama3}),
+                "yarn": Variant({"rope_parameters": yarn}, gguf=True),
+            },
+        ),
+        "lfm2-biases": Tiny(
+            transformers.Lfm2Config(
+                **lfm2
+                | {
+                    "hidden_size": 36,
+                    "num_attention_heads": 3,
+                    "num_key_value_heads": 1,
+                    "conv_L_cache": 4,
+                    "num_hidden_layers": 4,
+                    "layer_types": [conv, conv, full, conv],
+                },
+                conv_bias=True,
+                block_ffn_dim_multiplier=1.4,
+                tie_word_embeddings=False,
+            ),
+            {
+                "base": Variant({"rope_parameters": {"rope_theta": 100.0}}),
+                "eps": Variant({"norm_eps": 0.1}),
+            },
+            gguf=False,  # llama.cpp has no biases
+        ),
+        "lfm2-taps": Tiny(
+            transformers.Lfm2Config(
+                **lfm2
+                | {
+                    "hidden_size": 40,
+                    "num_key_value_heads": 4,
+                    "conv_L_cache": 7,
+                    "num_hidden_layers": 4,
+                    "layer_types": [full, conv, full, conv],
+                },
+                block_auto_adjust_ff_dim=False,
+                tie_word_embeddings=False,
+            ),
+            {"linear": Variant({"rope_parameters": linear}, gguf=True)},
+        ),
+        "lfm2-two-taps": Tiny(
+            transformers.Lfm2Config(
+                **lfm2
+                | {
+                    "conv_L_cache": 2,
+                    "num_hidden_layers": 4,
+                    "layer_types": [conv, conv, conv, full],
+                },
+            ),
+            {"old-eps": Variant({"norm_eps": 0.2, "num_key_value_heads": 2}, gguf=True)},
         ),
     }
 

@@ -17,6 +17,7 @@ from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.kv_cache.state_batch import StateBatch
 from octavo.loader.base import CheckpointError
 from octavo.models.program import PagedAttention, Program, RopeAndStoreKv
+from octavo.models.recurrence import Recurrence
 
 if TYPE_CHECKING:
     from octavo.executor.cost import CostModel, Rates
@@ -121,6 +122,7 @@ class LoadOptions(ExecutorSizes, total=False):
     isa: str | None  # an instruction-set tier; None: the best
     keep_hidden: bool  # steps give `StepResult.hidden`
     digest: bool  # make `Executor.digest`
+    state_log_rows: int  # tokens whose inputs of recurrent layers can be kept (`StateBatch.log`)
     rates: Rates  # of a simulated machine
 
 
@@ -344,9 +346,21 @@ def check_added(
         raise ValueError(f"the weight {twice[0]} is loaded already")
     groups = {layer: group for group in layout.groups for layer in group.layers}
     for op in program.ops:
+        if isinstance(op, Recurrence):
+            _check_state(op, layout)
         if not isinstance(op, PagedAttention | RopeAndStoreKv):
             continue
         group = groups.get(op.layer)
         shape = program.config.num_heads, op.kv_heads, op.head_dim
         if group is None or shape != (num_heads, group.kv_heads, group.head_dim):
             raise ValueError("the program's attention has another shape than the cache")
+
+
+def _check_state(op: Recurrence, layout: KvLayout) -> None:
+    """Raise `ValueError` for a recurrence of another shape than the state of its layer."""
+    parts = () if layout.state is None else layout.state.parts_of(op.layer)
+    wanted = [(1, op.shape.taps - 1, op.shape.channels)]
+    if op.shape.matrix is not None:
+        wanted.append(op.shape.matrix)
+    if [(part.heads, part.depth, part.width) for part in parts] != wanted:
+        raise ValueError(f"the program's recurrence in layer {op.layer} has another state")

@@ -166,7 +166,7 @@ class GatedDelta(Recurrence):
             change = (v[t] - np.einsum("hkv,hk->hv", matrix, k[t])) * beta[t, :, None]
             matrix = matrix + k[t, :, :, None] * change[:, None, :]
             out[t] = np.einsum("hkv,hk->hv", matrix, q[t])
-        return out.reshape(len(rows), -1), RecurrentState(inputs, matrix)
+        return out.reshape(len(rows), s.value_heads * s.value_dim), RecurrentState(inputs, matrix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class Mamba2(Recurrence):
             step = dt[t, :, None] * x[t]
             matrix = decay[t, :, None, None] * matrix + b[t, :, :, None] * step[:, None, :]
             out[t] = np.einsum("hnp,hn->hp", matrix, c[t]) + weights[self.d][:, None] * x[t]
-        return out.reshape(len(rows), -1), RecurrentState(inputs, matrix)
+        return out.reshape(len(rows), wide), RecurrentState(inputs, matrix)
 
 
 def _unit(x: Float32) -> Float32:

@@ -21,7 +21,7 @@ from octavo.loader.bind import STACKS
 from octavo.loader.chat_template import JinjaChatTemplate
 from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_folder import CONFIG, HfFolder
-from octavo.loader.loader import load_gguf
+from octavo.loader.loader import load_gguf, parts_of
 from octavo.loader.metadata import KV_HEADS
 from octavo.models.config import LongRope, ModelConfig, Rope
 from octavo.models.families import FAMILIES
@@ -198,25 +198,27 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
     for role, weight in weights.items():
         if role in done:
             continue
-        prefix, _, part = role.rpartition(".")
+        prefix, part = parts_of(role)
+        stack = part.partition(".")[0]  # layers.3.ffn_up_exps.0
         roles = [role]
         if not role.startswith("layers."):
             called = family.gguf_names.get(role, role)
             name, scheme = f"{called}.weight", recipe.of(role, weight.shape)
             found.append(rounded(name, weight, scheme) if scheme else _kept(name, weight))
             continue
-        if prefix.partition(".")[2].partition(".")[2] in STACKS:  # layers.3.ffn_up_exps.0
+        if stack in STACKS:
             assert config.experts is not None
-            roles = [f"{prefix}.{index}" for index in range(config.experts.count)]
+            stack = prefix + stack
+            roles = [f"{stack}.{index}" for index in range(config.experts.count)]
             shape = (len(roles), *weight.shape)
-            found.append(matrix(_name(prefix), shape, kind, roles))
+            found.append(matrix(_name(stack), shape, kind, roles))
         elif recipe.of(role, weight.shape) is None:
             order = row_order(config, role, interleaved=family.interleaved)
             found.append(changed(_name(role), role, _flat(weight), order))
         else:
             if part in fused:
-                role = f"{prefix}.{fused[part].gguf}"
-                roles = [f"{prefix}.{each}" for each in fused[part].parts]
+                role = prefix + fused[part].gguf
+                roles = [prefix + each for each in fused[part].parts]
             rows = sum(weights[each].shape[0] for each in roles)
             orders = [row_order(config, each, interleaved=family.interleaved) for each in roles]
             found.append(matrix(_name(role), (rows, weight.shape[1]), kind, roles, orders))

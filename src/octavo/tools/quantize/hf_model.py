@@ -64,7 +64,9 @@ def places(config: ModelConfig, roles: list[str]) -> Iterator[HfModule]:
 
 def module_of(family: Family, part: str) -> str:
     """What a folder calls a role of a layer: ``ffn_up_exps.3`` → ``mlp.experts.3.up_proj``."""
-    name, _, expert = part.partition(".")
+    name, _, expert = part.rpartition(".")
+    if not expert.isdecimal():
+        name, expert = part, ""
     return {**MODULES, **family.modules}[name].format(expert)
 
 

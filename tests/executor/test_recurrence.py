@@ -40,7 +40,7 @@ SHAPES: dict[str, RecurrenceShape] = {
     "mamba, groups": MambaShape(6, 24, 10, 2, 3),
     "mamba, odd": MambaShape(3, 8, 128, 3, 5),
 }
-TOKENS = 170
+TOKENS = 100
 SEQUENCES = 4
 ROOM = 6  # states of each
 LOG = 40
@@ -272,7 +272,7 @@ def test_same_bits_however_a_sequence_is_cut(name: str, isa: str, seed: int) -> 
 def drawn_step(life: Life, log: list[int], rng: np.random.Generator) -> tuple[Step, int]:
     """A step, and how many of its drafts are right."""
     left = TOKENS - life.start
-    count = min(left, int(rng.choice([1, 1, 4, 17, 64, 150])))
+    count = min(left, int(rng.choice([1, 1, 4, 17, 64, 90])))
     drafts = int(rng.integers(0, min(count, 5))) if count < left else 0
     right = int(rng.integers(0, drafts + 1))
     rows = life.rows[life.start : life.start + count].copy()

@@ -104,10 +104,6 @@ def models() -> dict[str, Tiny]:
     # In layers of windows and without, several of each.
     gemma = sizes | {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24}
     gemma |= {"num_key_value_heads": 1, "num_attention_heads": 2, "intermediate_size": 40}
-    # Of short convolutions and attention, the two kinds in any order.
-    conv, full = "conv", "full_attention"
-    lfm2 = sizes | {"num_hidden_layers": 5, "layer_types": [conv, full, conv, conv, full]}
-    lfm2 |= {"block_multiple_of": 16, "conv_L_cache": 3}
     sparse = sizes | {"head_dim": 8, "num_experts": 6, "moe_intermediate_size": 20}
     return {
         "llama": Tiny(
@@ -233,76 +229,67 @@ def models() -> dict[str, Tiny]:
             ),
             gguf=False,
         ),
-        "lfm2": Tiny(
-            transformers.Lfm2Config(**lfm2),
-            {
-                # As files of before transformers 5 have it.
-                "old-keys": Variant(
-                    {
-                        "layer_types": None,
-                        "full_attn_idxs": [1, 4],
-                        "rope_parameters": None,
-                        "rope_theta": 500.0,
-                        "tie_embedding": True,
-                        "block_ff_dim": 48,
-                        "intermediate_size": 100,
-                    },
-                ),
-                "eps": Variant({"norm_eps": 0.3}, gguf=True),
-                "linear": Variant({"rope_parameters": linear}, gguf=True),
-                # Its factors do not come into GGUF files.
-                "llama3": Variant({"rope_parameters": llama3}),
-                "yarn": Variant({"rope_parameters": yarn}, gguf=True),
-            },
-        ),
-        "lfm2-biases": Tiny(
-            transformers.Lfm2Config(
-                **lfm2
-                | {
-                    "hidden_size": 36,
-                    "num_attention_heads": 3,
-                    "num_key_value_heads": 1,
-                    "conv_L_cache": 4,
-                    "num_hidden_layers": 4,
-                    "layer_types": [conv, conv, full, conv],
-                },
-                conv_bias=True,
-                block_ffn_dim_multiplier=1.4,
-                tie_word_embeddings=False,
-            ),
-            {
-                "base": Variant({"rope_parameters": {"rope_theta": 100.0}}),
-                "eps": Variant({"norm_eps": 0.1}),
-            },
-            gguf=False,  # llama.cpp has no biases
-        ),
-        "lfm2-taps": Tiny(
-            transformers.Lfm2Config(
-                **lfm2
-                | {
-                    "hidden_size": 40,
-                    "num_key_value_heads": 4,
-                    "conv_L_cache": 7,
-                    "num_hidden_layers": 4,
-                    "layer_types": [full, conv, full, conv],
-                },
-                block_auto_adjust_ff_dim=False,
-                tie_word_embeddings=False,
-            ),
-            {"linear": Variant({"rope_parameters": linear}, gguf=True)},
-        ),
-        "lfm2-two-taps": Tiny(
-            transformers.Lfm2Config(
-                **lfm2
-                | {
-                    "conv_L_cache": 2,
-                    "num_hidden_layers": 4,
-                    "layer_types": [conv, conv, conv, full],
-                },
-            ),
-            {"old-eps": Variant({"norm_eps": 0.2, "num_key_value_heads": 2}, gguf=True)},
-        ),
+        "lfm2": lfm2(sizes),
     }
+
+
+def lfm2(sizes: dict[str, Any]) -> Tiny:
+    """Short convolutions and attention, in any order."""
+    conv, full = "conv", "full_attention"
+    scaled = {"factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+
+    def layers(*types: str, gguf: bool = False, **values: Any) -> Case:
+        changes = {"num_hidden_layers": len(types), "layer_types": list(types)}
+        return Case(changes | values, gguf=gguf)
+
+    return Tiny(
+        transformers.Lfm2Config(
+            **sizes | {"num_hidden_layers": 4, "layer_types": [conv, full, conv, conv]},
+            block_multiple_of=16,
+        ),
+        {
+            # As files of before transformers 5 have it.
+            "old-keys": Case(
+                {
+                    "layer_types": None,
+                    "full_attn_idxs": [1],
+                    "rope_parameters": None,
+                    "rope_theta": 500.0,
+                    "tie_embedding": True,
+                    "block_ff_dim": 48,
+                    "intermediate_size": 100,
+                }
+            ),
+            "no-types": Case({"full_attn_idxs": None}, without=("layer_types",)),
+            "eps": Case({"norm_eps": 0.3}, gguf=True),
+            "linear": Case(
+                {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}},
+                gguf=True,
+            ),
+            "llama3": Case(  # whose factors do not come into GGUF files
+                {
+                    "rope_parameters": scaled
+                    | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+                }
+            ),
+            "yarn": Case({"rope_parameters": scaled | {"rope_type": "yarn"}}, gguf=True),
+            "biases": Case({"conv_bias": True, "conv_L_cache": 4}),
+            "one-kv-head": layers(
+                *(conv, conv, full), hidden_size=36, num_attention_heads=3, num_key_value_heads=1,
+                block_ffn_dim_multiplier=1.4, gguf=True,
+            ),
+            "seven-taps": layers(
+                *(full, conv, full, conv), hidden_size=40, conv_L_cache=7, gguf=True,
+                num_key_value_heads=4, block_auto_adjust_ff_dim=False, tie_word_embeddings=False,
+            ),
+            "two-taps": layers(*(conv, conv, conv, full), conv_L_cache=2, gguf=True),
+            "attention-first": layers(full, conv, conv),
+            "no-sizes": Case(
+                {"vocab_size": VOCAB}, without=("conv_L_cache", "norm_eps"), same=True
+            ),
+            "untied": Case({"tie_word_embeddings": False}, gguf=True),
+        },
+    )  # fmt: skip
 
 
 def mistral3(sizes: dict[str, Any]) -> Tiny:

@@ -32,7 +32,6 @@ TOKENIZERS = FAMILIES.parent / "tokenizers"
 # What GGUF has no keys for, and says so.
 REFUSED = {
     "mistral": "the window of layer 0 would differ",
-    "lfm2-biases": "has tensors that this model family does not use",
     "qwen3moe-dense": r"has no tensor for layers\.0\.ffn_down_exps\.0",
 }
 

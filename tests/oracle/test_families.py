@@ -15,6 +15,7 @@ import pytest
 from executor.driving import Driver, Float32
 from octavo.loader import load
 from octavo.loader.base import Checkpoint, WeightFormat
+from octavo.loader.bind import ROUTERS
 from oracle.tiny_folders import BASE, FAMILIES, folder, gguf_file, gguf_labels, labels, recorded
 
 NAMES = sorted(path.name for path in FAMILIES.iterdir() if path.is_dir())
@@ -62,7 +63,7 @@ def test_bfloat16(name: str, isa: str, tmp_path: Path) -> None:
     checkpoint = load(folder(name, tmp_path / name, bf16=True))
     matrices = {role: w.format for role, w in checkpoint.weights.items() if len(w.shape) == 2}
     for role, format in matrices.items():
-        router = role.endswith("ffn_gate_inp")
+        router = role.endswith(ROUTERS)
         assert format is (WeightFormat.F32 if router else WeightFormat.BF16)
     ids = expected.tokens(BASE)
     got = run(checkpoint, isa, ids, [expected.prompt, 1])

@@ -354,7 +354,7 @@ def qwen3_5(sizes: dict[str, Any]) -> Tiny:
             "seven-taps": Case({"linear_conv_kernel_dim": 7}, gguf=True),
             "biases": layers(linear, full, full, attention_bias=True),
             "tied": Case({"tie_word_embeddings": True}, gguf=True),
-            "one-kv-head": Case({"num_key_value_heads": 1, "head_dim": 12}, gguf=True),
+            "one-kv-head": Case({"num_key_value_heads": 1, "head_dim": 12}),
             "attention-last": layers(linear, linear, linear, full, hidden_size=40, gguf=True),
             "no-sizes": Case(
                 {"linear_num_value_heads": 4},
@@ -399,7 +399,7 @@ def sparse_cases() -> dict[str, Case]:
         "widths": Case({"linear_key_head_dim": 12, "linear_value_head_dim": 20}),
         "taps": Case({"linear_conv_kernel_dim": 2}),
         "tied": Case({"tie_word_embeddings": True}),
-        "types": Case({"layer_types": [full, linear, linear]}),
+        "types": Case({"layer_types": [linear, linear, full]}),
         "one-kv-head": Case({"num_key_value_heads": 1}),
     }
 

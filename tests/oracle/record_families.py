@@ -709,9 +709,7 @@ def convert(folder: Path, target: Path) -> None:
     f32 = gguf.LlamaFileType.ALL_F32
     converter = get_model_class(hparams["architectures"][0])
     converter.no_mtp = True  # no layers that only draft
-    made = converter(
-        folder, f32, target, hparams=hparams, model_name=folder.name
-    )
+    made = converter(folder, f32, target, hparams=hparams, model_name=folder.name)
     converter = getattr(made, "impl", made)  # one class chooses among several
     converter.set_vocab = set_vocab
     converter.write()

@@ -243,7 +243,9 @@ class _Reader:
             return [None] * self.num_layers
         size = "moe_intermediate_size" if self.has("moe_intermediate_size") else "intermediate_size"
         experts = Experts(
-            self.count("num_local_experts" if "num_local_experts" in self.values else "num_experts"),
+            self.count(
+                "num_local_experts" if "num_local_experts" in self.values else "num_experts"
+            ),
             self.count("num_experts_per_tok"),
             self.count(size),
             self.section.flag("norm_topk_prob") if self.has("norm_topk_prob") else True,

@@ -148,6 +148,9 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
             values[key] = bool(roles & (c.biases - family.biases))
     if c.experts is not None:
         values |= _experts(c, c.experts, kind)
+    if "shared_expert_intermediate_size" in kind.defaults:
+        width = max(layer.shared_expert for layer in c.layers)
+        values["shared_expert_intermediate_size"] = width
     if "use_sliding_window" in kind.defaults:
         values |= {"use_sliding_window": False, "sliding_window": None}
         values["max_window_layers"] = len(c.layers)

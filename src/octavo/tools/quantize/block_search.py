@@ -70,10 +70,10 @@ class Groups:
 
     def codes(self, scale: Float32, low: Float32 | None) -> Float32:
         """The nearest codes."""
-        inverse = _inverse(scale)
-        q: Float32 = self.x * inverse
+        by = inverse(scale)
+        q: Float32 = self.x * by
         if low is not None:
-            q -= low * inverse
+            q -= low * by
         np.rint(q, out=q)
         np.maximum(q, self.least, out=q)
         return np.minimum(q, self.most, out=q)
@@ -104,7 +104,7 @@ def fit_scales(groups: Groups) -> tuple[Float32, None]:
             scale = top / (end + np.copysign(np.float32(reach), end * reach))
             for _ in range(_TURNS):
                 sums = groups.sums(groups.codes(scale, None))
-                scale = sums.xq * _inverse(sums.qq)
+                scale = sums.xq * inverse(sums.qq)
             loss = -scale * sums.xq
             _keep(loss < least, (least, loss), (best, scale))
     return best, None
@@ -129,11 +129,11 @@ def fit_ranges(groups: Groups, *, above: bool) -> tuple[Float32, Float32]:
 def _line(groups: Groups, sums: _Sums, *, above: bool) -> tuple[Float32, Float32]:
     """Scale and minimum of least squares."""
     divisor = groups.sum_w * sums.qq - sums.q * sums.q
-    scale = (groups.sum_w * sums.xq - groups.sum_x * sums.q) * _inverse(divisor)
-    low = (groups.sum_x - scale * sums.q) * _inverse(groups.sum_w)
+    scale = (groups.sum_w * sums.xq - groups.sum_x * sums.q) * inverse(divisor)
+    low = (groups.sum_x - scale * sums.q) * inverse(groups.sum_w)
     if not above:
         through = low > 0.0
-        np.copyto(scale, sums.xq * _inverse(sums.qq), where=through)
+        np.copyto(scale, sums.xq * inverse(sums.qq), where=through)
         np.copyto(low, 0.0, where=through)
     return scale, low
 
@@ -160,7 +160,7 @@ def fit_shared_scales(groups: Groups, most: int) -> SharedFit:
         loss, (scales, qq, xq) = _near_scales(groups, ideal, shared, most)
         better = loss < least
         _keep(better, (least, loss), (best[0], shared), (best[1], scales))
-        shared = (scales * xq).sum(axis=0) * _inverse((scales * scales * qq).sum(axis=0))
+        shared = (scales * xq).sum(axis=0) * inverse((scales * scales * qq).sum(axis=0))
     scale, scales = best
     return SharedFit(groups.codes(scale * scales, None), scales, None, scale, None)
 
@@ -169,7 +169,7 @@ def _near_scales(
     groups: Groups, ideal: Float32, shared: Float32, most: int
 ) -> tuple[Float32, tuple[Float32, Float32, Float32]]:
     """The best integers for a block's scale; the loss [blocks], and theirs and their sums."""
-    whole = np.rint(ideal * _inverse(shared))
+    whole = np.rint(ideal * inverse(shared))
     least = np.full_like(ideal, np.inf)
     best = (np.zeros_like(ideal), np.zeros_like(ideal), np.zeros_like(ideal))
     for near in _NEAR:
@@ -177,9 +177,7 @@ def _near_scales(
         scale = shared * scales
         sums = groups.sums(groups.codes(scale, None))
         loss = groups.loss(sums, scale, None)
-        _keep(
-            loss < least, (least, loss), *zip(best, (scales, sums.qq, sums.xq), strict=True)
-        )
+        _keep(loss < least, (least, loss), *zip(best, (scales, sums.qq, sums.xq), strict=True))
     return least.sum(axis=0), best
 
 
@@ -204,16 +202,16 @@ def _near_ranges(
 ) -> tuple[Float32, tuple[Float32, ...]]:
     """The best integers for a block's scale and minimum; the loss [blocks], theirs and their
     sums."""
-    whole, inverse = np.rint(ideal * _inverse(shared)), _inverse(low)
+    whole, by = np.rint(ideal * inverse(shared)), inverse(low)
     least = np.full_like(ideal, np.inf)
     best = tuple(np.zeros_like(ideal) for _ in range(5))
     for near in _NEAR:
         scales = np.clip(whole + near, 0, most)
         scale, own_low = shared * scales, ideal_low
         for _ in range(2):  # the minimum for the codes that the last one gives
-            lows = np.clip(np.rint(-own_low * inverse), 0, most)
+            lows = np.clip(np.rint(-own_low * by), 0, most)
             sums = groups.sums(groups.codes(scale, -low * lows))
-            own_low = (groups.sum_x - scale * sums.q) * _inverse(groups.sum_w)
+            own_low = (groups.sum_x - scale * sums.q) * inverse(groups.sum_w)
             loss = groups.loss(sums, scale, -low * lows)
             _keep(loss < least, (least, loss), *zip(best, (scales, lows, *sums), strict=True))
     return least.sum(axis=0), best
@@ -229,11 +227,10 @@ def _shared_line(
     bb = (lows * lows * groups.sum_w).sum(axis=0)
     xa = (scales * sums.xq).sum(axis=0)
     xb = (lows * groups.sum_x).sum(axis=0)
-    inverse = _inverse(aa * bb - ab * ab)
-    new_low = (xa * ab - aa * xb) * inverse
+    new_low = (xa * ab - aa * xb) * inverse(aa * bb - ab * ab)
     usable = new_low > 0.0
     new_low = np.where(usable, new_low, low)
-    return (xa + new_low * ab) * _inverse(aa), new_low
+    return (xa + new_low * ab) * inverse(aa), new_low
 
 
 # ── Numbers ─────────────────────────────────────────────────────────────────────────────────────
@@ -248,7 +245,7 @@ def half(values: Float32) -> Float32:
     return halves
 
 
-def _inverse(values: Float32) -> Float32:
+def inverse(values: Float32) -> Float32:
     """0 of 0."""
     return np.divide(1.0, values, out=np.zeros_like(values), where=np.abs(values) > _TINY)
 

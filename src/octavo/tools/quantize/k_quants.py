@@ -24,6 +24,8 @@ from octavo.tools.quantize.block_search import (
     fit,
     fit_shared_ranges,
     fit_shared_scales,
+    half,
+    inverse,
 )
 from octavo.tools.quantize.grid import Float32
 
@@ -119,6 +121,13 @@ def _of_32(bits: int, *, lows: bool) -> Callable[[Float32, Float32], Bytes]:
     return written
 
 
+def _q8_0(x: Float32, w: Float32) -> Bytes:
+    """To the nearest: what could be gained by a search is below what anything else loses."""
+    scale = half(np.abs(x).max(axis=1, keepdims=True) / np.float32(127))
+    codes = np.clip(np.rint(x * inverse(scale)), -127, 127)
+    return np.concatenate([_halves(scale), codes.astype(np.int8).view(np.uint8)], axis=1)
+
+
 def _nibbles(codes: Bytes, run: int) -> Bytes:
     """The low four bits of codes: a run in the low halves of as many bytes, the next in the
     high."""
@@ -168,7 +177,8 @@ def _q6_k(x: Float32, w: Float32) -> Bytes:
 def _fields(numbers: Bytes) -> Bytes:
     """[blocks, halves, 4, n] of two bits: four a byte."""
     shifted = numbers << (2 * np.arange(4, dtype=np.uint8))[:, None]
-    return np.bitwise_or.reduce(shifted, axis=2).reshape(len(numbers), -1)
+    joined: Bytes = np.bitwise_or.reduce(shifted, axis=2)
+    return joined.reshape(len(numbers), -1)
 
 
 def _q2_k(x: Float32, w: Float32) -> Bytes:
@@ -184,7 +194,7 @@ def _q3_k(x: Float32, w: Float32) -> Bytes:
     found = fit_shared_scales(_groups(x, w, 16, -4, 3), 32)
     codes, scales = _bytes(found.codes + np.float32(4)), _bytes(found.scales + np.float32(32))
     third = (codes >> np.uint8(2)).reshape(-1, 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
-    pairs = _fields((codes & 3).reshape(-1, 2, 4, 32))
+    pairs = _fields((codes & np.uint8(3)).reshape(-1, 2, 4, 32))
     high = _fields((scales >> np.uint8(4)).reshape(-1, 1, 4, 4))
     parts = [np.bitwise_or.reduce(third, axis=1), pairs, _nibbles(scales, 8), high]
     return np.concatenate([*parts, _halves(found.scale)], axis=1)
@@ -196,6 +206,7 @@ _WRITTEN: dict[WeightFormat, Callable[[Float32, Float32], Bytes]] = {
     WeightFormat.Q4_1: _of_32(4, lows=True),
     WeightFormat.Q5_0: _of_32(5, lows=False),
     WeightFormat.Q5_1: _of_32(5, lows=True),
+    WeightFormat.Q8_0: _q8_0,
     WeightFormat.Q2_K: _q2_k,
     WeightFormat.Q3_K: _q3_k,
     WeightFormat.Q4_K: _q4_k,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from octavo.loader.gguf import BLOCKS
 from octavo.tools.quantize.grid import CodeKind, Quantized, Scheme, Steps, bf16_bits
 
 Array = npt.NDArray[Any]
@@ -121,7 +122,8 @@ def module_bytes(
             if _plain(scheme) and not packed:
                 return rows * inputs + 2 * rows
             return 4 * along_inputs * rows + 2 * groups * rows + 16
-    return rows * groups * (bits * scheme.size(inputs) // 8 + 2 + 2 * scheme.kind.has_low)
+    count, size = BLOCKS[scheme.kind.format]
+    return rows * inputs // count * size
 
 
 def _zero(matrix: Quantized) -> npt.NDArray[np.uint8]:

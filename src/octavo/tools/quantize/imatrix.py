@@ -292,7 +292,7 @@ class _Dat:
             data = self._take(4 * size, f"{name}'s numbers")
             numbers = checked(np.frombuffer(data, "<f4"), f"{self.path}: {name}")
             entries[name] = ImportanceEntry(numbers[None] / max(1, chunks), np.ones(1))
-        chunks, datasets = 0, ()
+        chunks, datasets = 0, tuple[str, ...]()
         if self._at < len(self._data):  # what older programs leave out
             chunks = max(0, self._int("the number of chunks"))
             if self._at < len(self._data):

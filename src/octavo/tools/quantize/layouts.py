@@ -37,6 +37,8 @@ class HfTensor(NamedTuple):
 def scheme_of(format: Format, bits: int, group: int | None, symmetric: bool) -> Scheme:
     """What a layout can express of it. Raises `ValueError` for what it cannot."""
     kind = CodeKind.SYMMETRIC if symmetric else CodeKind.ASYMMETRIC
+    if bits == 6:
+        raise ValueError("6 bits are a K-quant's (--mix)")
     if bits == 5 and format is not Format.GGUF:
         raise ValueError(f"the {format.value} layout has 4 and 8 bits; GGUF has 5 too")
     match format:

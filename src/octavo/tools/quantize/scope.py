@@ -9,12 +9,11 @@ head, too (45535). llama.cpp and what builds on it read both in GGUF files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
 from octavo.loader.base import Checkpoint, WeightFormat
-from octavo.tools.quantize.grid import Float32, Scheme
+from octavo.tools.quantize.grid import Scheme
 from octavo.tools.quantize.layouts import Format, module_bytes, scheme_of
 from octavo.tools.quantize.mixes import BLOCK, Mix, block_scheme, mix_schemes
 from octavo.tools.quantize.quantizer import Method, Recipe
@@ -73,13 +72,7 @@ def kept(checkpoint: Checkpoint, recipe: Recipe, format: Format) -> frozenset[st
     )
 
 
-def mixed(
-    checkpoint: Checkpoint,
-    method: Method,
-    mix: Mix,
-    bits: int | None,
-    importance: Mapping[str, Float32],
-) -> Recipe:
+def mixed(checkpoint: Checkpoint, method: Method, mix: Mix, bits: int | None = None) -> Recipe:
     """How the matrices of a mix are rounded. ``bits`` are those of embedding and head: 4, 5, 6 or 8
     in place of the mix's, or 16."""
     schemes = mix_schemes(checkpoint, mix)
@@ -102,7 +95,6 @@ def mixed(
         ends=at_ends,
         schemes=schemes,
         mix=mix,
-        importance=importance,
     )
     return replace(recipe, kept=kept(checkpoint, recipe, Format.GGUF))
 

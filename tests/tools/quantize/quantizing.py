@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octavo.executor.reference import evaluate
 from octavo.loader import load
@@ -16,6 +17,7 @@ from octavo.loader.base import Checkpoint
 from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_config import model_config
 from octavo.loader.hf_folder import HfFolder
+from octavo.loader.tokenizer import byte_alphabet
 from octavo.models import families
 from octavo.tools.quantize.gptq_rounding import Order
 from octavo.tools.quantize.grid import Scheme
@@ -54,6 +56,18 @@ def random_folder(name: str, path: Path, **changes: Any) -> Path:
 
 def qwen3_folder(path: Path) -> Path:
     return random_folder("qwen3", path, num_hidden_layers=2, layer_types=None, max_window_layers=2)
+
+
+def speaking(path: Path) -> Path:
+    """The folder with a tokenizer that GGUF has words for: of single bytes."""
+    size = json.loads((path / "config.json").read_text())["vocab_size"]
+    letters = sorted(byte_alphabet().values())
+    letters += [f"<{index}>" for index in range(size)]
+    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(letters[:size])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
 
 
 def recipe(

@@ -30,23 +30,15 @@ _TINY = np.float32(1e-30)
 
 
 class Fit(NamedTuple):
-    """The codes of every weight, and the scale of every group, with a minimum if the format has
-    them: x ≈ scale * code + low."""
+    """Codes of all weights; scales [blocks], with minimums where the format has them (all halves).
+    x ≈ scale * code + low; or, with integers [groups, blocks] for each group,
+    x ≈ scale * scales * code - low * lows."""
 
     codes: Float32
     scale: Float32
-    low: Float32 | None
-
-
-class SharedFit(NamedTuple):
-    """The same where ``scales`` and ``lows`` are integers, and multiplied by the block's ``scale``
-    and ``low`` (halves): x ≈ scale * scales * code - low * lows."""
-
-    codes: Float32
-    scales: Float32
-    lows: Float32 | None
-    scale: Float32
-    low: Float32 | None
+    low: Float32 | None = None
+    scales: Float32 | None = None
+    lows: Float32 | None = None
 
 
 class _Sums(NamedTuple):
@@ -149,7 +141,7 @@ def fit(groups: Groups, *, lows: bool) -> Fit:
 # ── Groups of a block ───────────────────────────────────────────────────────────────────────────
 
 
-def fit_shared_scales(groups: Groups, most: int) -> SharedFit:
+def fit_shared_scales(groups: Groups, most: int) -> Fit:
     """With integers from -most to most - 1 for scales."""
     ideal, _ = fit_scales(groups)
     top = np.take_along_axis(ideal, np.abs(ideal).argmax(axis=0)[None], axis=0)[0]
@@ -162,7 +154,7 @@ def fit_shared_scales(groups: Groups, most: int) -> SharedFit:
         _keep(better, (least, loss), (best[0], shared), (best[1], scales))
         shared = (scales * xq).sum(axis=0) * inverse((scales * scales * qq).sum(axis=0))
     scale, scales = best
-    return SharedFit(groups.codes(scale * scales, None), scales, None, scale, None)
+    return Fit(groups.codes(scale * scales, None), scale, None, scales)
 
 
 def _near_scales(
@@ -181,7 +173,7 @@ def _near_scales(
     return least.sum(axis=0), best
 
 
-def fit_shared_ranges(groups: Groups, most: int) -> SharedFit:
+def fit_shared_ranges(groups: Groups, most: int) -> Fit:
     """With integers from 0 to ``most`` for scales and minimums."""
     ideal, ideal_low = fit_ranges(groups, above=False)
     scale, low = (each.max(axis=0) / np.float32(most) for each in (ideal, -ideal_low))
@@ -194,7 +186,7 @@ def fit_shared_ranges(groups: Groups, most: int) -> SharedFit:
         _keep(better, (least, loss), *zip(best, (scale, low, scales, lows), strict=True))
         scale, low = _shared_line(groups, scales, lows, _Sums(*sums), low)
     scale, low, scales, lows = best
-    return SharedFit(groups.codes(scale * scales, -low * lows), scales, lows, scale, low)
+    return Fit(groups.codes(scale * scales, -low * lows), scale, low, scales, lows)
 
 
 def _near_ranges(

@@ -19,13 +19,11 @@ from octavo.loader.dequantize import dequantize
 from octavo.loader.gguf import BLOCKS
 from octavo.machine.cpu import usable_cpus
 from octavo.tools.quantize.block_search import (
+    Fit,
     Groups,
-    SharedFit,
     fit,
     fit_shared_ranges,
     fit_shared_scales,
-    half,
-    inverse,
 )
 from octavo.tools.quantize.grid import Float32
 
@@ -75,7 +73,9 @@ def k_quantize(
     def piece(first: int) -> Bytes:
         rows = weights[first : first + step]
         w = np.broadcast_to(each, rows.shape).reshape(-1, count)
-        return _WRITTEN[format](rows.reshape(-1, count), w).reshape(len(rows), -1)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is too large is refused
+            found = searched(format, rows.reshape(-1, count), w)
+        return pack(format, found).reshape(len(rows), -1)
 
     with ThreadPoolExecutor(usable_cpus()[0]) as pool:
         return GgmlBlocks(format, np.concatenate(list(pool.map(piece, range(0, out, step)))))
@@ -87,45 +87,51 @@ def _relative(importance: Float32) -> Float32:
     return (importance / np.float32(mean) + np.float32(_LEAST)).astype(np.float32)
 
 
-def _groups(x: Float32, w: Float32, size: int, least: int, most: int) -> Groups:
-    """Of blocks [blocks, weights]."""
-    x, w = (np.ascontiguousarray(a.reshape(len(a), -1, size).transpose(2, 1, 0)) for a in (x, w))
-    return Groups(x, w, least, most)
+def searched(format: WeightFormat, x: Float32, w: Float32) -> Fit:
+    """The fit of blocks [blocks, weights] with importances ``w`` of all weights."""
+    group, least, most, shared = _SHAPES[format]
+    x, w = (np.ascontiguousarray(a.reshape(len(a), -1, group).transpose(2, 1, 0)) for a in (x, w))
+    groups = Groups(x, w, least, most)
+    lows = least == 0
+    if shared == 0:
+        return fit(groups, lows=lows)
+    return fit_shared_ranges(groups, shared) if lows else fit_shared_scales(groups, shared)
+
+
+# Of a format: weights of a group; the least and the largest code (those from 0 on have minimums);
+# the largest integer scale, or 0 where a group is a block.
+_SHAPES: dict[WeightFormat, tuple[int, int, int, int]] = {
+    WeightFormat.Q4_0: (32, -8, 7, 0),
+    WeightFormat.Q4_1: (32, 0, 15, 0),
+    WeightFormat.Q5_0: (32, -16, 15, 0),
+    WeightFormat.Q5_1: (32, 0, 31, 0),
+    WeightFormat.Q8_0: (32, -127, 127, 0),
+    WeightFormat.Q2_K: (16, 0, 3, 15),
+    WeightFormat.Q3_K: (16, -4, 3, 32),
+    WeightFormat.Q4_K: (32, 0, 15, 63),
+    WeightFormat.Q5_K: (32, 0, 31, 63),
+    WeightFormat.Q6_K: (16, -32, 31, 128),
+}
+
+
+# ── Layouts ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def pack(format: WeightFormat, found: Fit) -> Bytes:
+    """The blocks [blocks, bytes] of a fit."""
+    middle = -_SHAPES[format][1] if format is not WeightFormat.Q8_0 else 0
+    return np.concatenate(_LAYOUTS[format](found, _bytes(found.codes + np.float32(middle))), axis=1)
 
 
 def _bytes(numbers: Float32) -> Bytes:
-    """[blocks, weights or groups] of an array of `Groups`."""
-    return np.ascontiguousarray(numbers.T.reshape(numbers.shape[-1], -1)).astype(np.uint8)
+    """[blocks, weights or groups] of an array of `Groups`; negative ones as in a signed byte."""
+    rows = np.ascontiguousarray(numbers.T).reshape(numbers.shape[-1], -1)
+    return rows.astype(np.int16).astype(np.uint8)
 
 
-def _halves(values: Float32) -> Bytes:
+def _halves(values: Float32 | None) -> Bytes:
+    assert values is not None
     return values.reshape(-1, 1).astype("<f2").view(np.uint8)
-
-
-# ── Blocks of 32 ────────────────────────────────────────────────────────────────────────────────
-
-
-def _of_32(bits: int, *, lows: bool) -> Callable[[Float32, Float32], Bytes]:
-    """Q4_0 and Q5_0, or with ``lows`` Q4_1 and Q5_1."""
-    middle = 0 if lows else 1 << (bits - 1)
-
-    def written(x: Float32, w: Float32) -> Bytes:
-        found = fit(_groups(x, w, 32, -middle, (1 << bits) - 1 - middle), lows=lows)
-        codes = _bytes(found.codes + np.float32(middle))
-        parts = [_halves(found.scale), *([] if found.low is None else [_halves(found.low)])]
-        if bits == 5:
-            parts.append(np.packbits(codes >> 4, axis=1, bitorder="little"))
-        parts.append(_nibbles(codes, 16))
-        return np.concatenate(parts, axis=1)
-
-    return written
-
-
-def _q8_0(x: Float32, w: Float32) -> Bytes:
-    """To the nearest: what could be gained by a search is below what anything else loses."""
-    scale = half(np.abs(x).max(axis=1, keepdims=True) / np.float32(127))
-    codes = np.clip(np.rint(x * inverse(scale)), -127, 127)
-    return np.concatenate([_halves(scale), codes.astype(np.int8).view(np.uint8)], axis=1)
 
 
 def _nibbles(codes: Bytes, run: int) -> Bytes:
@@ -135,77 +141,96 @@ def _nibbles(codes: Bytes, run: int) -> Bytes:
     return (runs[:, :, 0] | runs[:, :, 1] << np.uint8(4)).reshape(len(codes), -1)
 
 
-# ── Blocks of 256 ───────────────────────────────────────────────────────────────────────────────
+def _pairs(codes: Bytes, run: int) -> Bytes:
+    """The low two bits of codes: four runs in as many bytes, the first lowest."""
+    runs = codes.reshape(len(codes), -1, 4, run) & np.uint8(3)
+    shifted = runs << (2 * np.arange(4, dtype=np.uint8))[:, None]
+    joined: Bytes = np.bitwise_or.reduce(shifted, axis=2)
+    return joined.reshape(len(codes), -1)
 
 
-def _q4_k(x: Float32, w: Float32) -> Bytes:
-    found = fit_shared_ranges(_groups(x, w, 32, 0, 15), 63)
-    return np.concatenate([*_k4_head(found), _nibbles(_bytes(found.codes), 32)], axis=1)
+def _singles(bits: Bytes) -> Bytes:
+    """One bit of each of 256 codes: 8 runs of 32 in as many bytes, the first lowest."""
+    shifted = bits.reshape(-1, 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
+    joined: Bytes = np.bitwise_or.reduce(shifted, axis=1)
+    return joined
 
 
-def _q5_k(x: Float32, w: Float32) -> Bytes:
-    found = fit_shared_ranges(_groups(x, w, 32, 0, 31), 63)
-    codes = _bytes(found.codes)
-    fifth = (codes >> np.uint8(4)).reshape(-1, 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
-    parts = [*_k4_head(found), np.bitwise_or.reduce(fifth, axis=1), _nibbles(codes, 32)]
-    return np.concatenate(parts, axis=1)
+def _q4(found: Fit, codes: Bytes) -> list[Bytes]:
+    return [*_of_32(found), _nibbles(codes, 16)]
 
 
-def _k4_head(found: SharedFit) -> list[Bytes]:
-    """Of Q4_K and Q5_K: two halves, and eight scales and minimums of 6 bits in 12 bytes."""
-    assert found.lows is not None
-    assert found.low is not None
-    scales, lows = _bytes(found.scales), _bytes(found.lows)
-    high = (scales[:, 4:] & 15) | (lows[:, 4:] & 15) << np.uint8(4)
+def _q5(found: Fit, codes: Bytes) -> list[Bytes]:
+    fifth = np.packbits(codes >> np.uint8(4), axis=1, bitorder="little")
+    return [*_of_32(found), fifth, _nibbles(codes, 16)]
+
+
+def _of_32(found: Fit) -> list[Bytes]:
+    return [_halves(found.scale), *([] if found.low is None else [_halves(found.low)])]
+
+
+def _q8_0(found: Fit, codes: Bytes) -> list[Bytes]:
+    return [_halves(found.scale), codes]
+
+
+def _q2_k(found: Fit, codes: Bytes) -> list[Bytes]:
+    scales, lows = _integers(found.scales), _integers(found.lows)
+    return [
+        scales | lows << np.uint8(4),
+        _pairs(codes, 32),
+        _halves(found.scale),
+        _halves(found.low),
+    ]
+
+
+def _q3_k(found: Fit, codes: Bytes) -> list[Bytes]:
+    scales = _integers(found.scales) + np.uint8(32)
+    return [
+        _singles(codes >> np.uint8(2)),
+        _pairs(codes, 32),
+        _nibbles(scales, 8),
+        _pairs(scales >> np.uint8(4), 4),
+        _halves(found.scale),
+    ]
+
+
+def _q4_k(found: Fit, codes: Bytes) -> list[Bytes]:
+    return [*_of_256(found), _nibbles(codes, 32)]
+
+
+def _q5_k(found: Fit, codes: Bytes) -> list[Bytes]:
+    return [*_of_256(found), _singles(codes >> np.uint8(4)), _nibbles(codes, 32)]
+
+
+def _of_256(found: Fit) -> list[Bytes]:
+    """Two halves, and eight scales and minimums of 6 bits in 12 bytes."""
+    scales, lows = _integers(found.scales), _integers(found.lows)
     return [
         _halves(found.scale),
         _halves(found.low),
         scales[:, :4] | (scales[:, 4:] >> np.uint8(4)) << np.uint8(6),
         lows[:, :4] | (lows[:, 4:] >> np.uint8(4)) << np.uint8(6),
-        high,
+        (scales[:, 4:] & np.uint8(15)) | (lows[:, 4:] & np.uint8(15)) << np.uint8(4),
     ]
 
 
-def _q6_k(x: Float32, w: Float32) -> Bytes:
-    found = fit_shared_scales(_groups(x, w, 16, -32, 31), 128)
-    codes = _bytes(found.codes + np.float32(32))
-    high = _fields((codes >> np.uint8(4)).reshape(-1, 2, 4, 32))
-    scales = np.ascontiguousarray(found.scales.T).astype(np.int8).view(np.uint8)
-    return np.concatenate([_nibbles(codes, 64), high, scales, _halves(found.scale)], axis=1)
+def _q6_k(found: Fit, codes: Bytes) -> list[Bytes]:
+    high = _pairs(codes >> np.uint8(4), 32)
+    return [_nibbles(codes, 64), high, _integers(found.scales), _halves(found.scale)]
 
 
-def _fields(numbers: Bytes) -> Bytes:
-    """[blocks, halves, 4, n] of two bits: four a byte."""
-    shifted = numbers << (2 * np.arange(4, dtype=np.uint8))[:, None]
-    joined: Bytes = np.bitwise_or.reduce(shifted, axis=2)
-    return joined.reshape(len(numbers), -1)
+def _integers(numbers: Float32 | None) -> Bytes:
+    """Scales or minimums of the groups."""
+    assert numbers is not None
+    return _bytes(numbers)
 
 
-def _q2_k(x: Float32, w: Float32) -> Bytes:
-    found = fit_shared_ranges(_groups(x, w, 16, 0, 3), 15)
-    assert found.lows is not None
-    assert found.low is not None
-    scales = _bytes(found.scales) | _bytes(found.lows) << np.uint8(4)
-    pairs = _fields(_bytes(found.codes).reshape(-1, 2, 4, 32))
-    return np.concatenate([scales, pairs, _halves(found.scale), _halves(found.low)], axis=1)
-
-
-def _q3_k(x: Float32, w: Float32) -> Bytes:
-    found = fit_shared_scales(_groups(x, w, 16, -4, 3), 32)
-    codes, scales = _bytes(found.codes + np.float32(4)), _bytes(found.scales + np.float32(32))
-    third = (codes >> np.uint8(2)).reshape(-1, 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
-    pairs = _fields((codes & np.uint8(3)).reshape(-1, 2, 4, 32))
-    high = _fields((scales >> np.uint8(4)).reshape(-1, 1, 4, 4))
-    parts = [np.bitwise_or.reduce(third, axis=1), pairs, _nibbles(scales, 8), high]
-    return np.concatenate([*parts, _halves(found.scale)], axis=1)
-
-
-# Makes the bytes [blocks, bytes] of weights and their importances [blocks, weights].
-_WRITTEN: dict[WeightFormat, Callable[[Float32, Float32], Bytes]] = {
-    WeightFormat.Q4_0: _of_32(4, lows=False),
-    WeightFormat.Q4_1: _of_32(4, lows=True),
-    WeightFormat.Q5_0: _of_32(5, lows=False),
-    WeightFormat.Q5_1: _of_32(5, lows=True),
+# The parts of the blocks of a fit, whose codes are bytes from 0 on.
+_LAYOUTS: dict[WeightFormat, Callable[[Fit, Bytes], list[Bytes]]] = {
+    WeightFormat.Q4_0: _q4,
+    WeightFormat.Q4_1: _q4,
+    WeightFormat.Q5_0: _q5,
+    WeightFormat.Q5_1: _q5,
     WeightFormat.Q8_0: _q8_0,
     WeightFormat.Q2_K: _q2_k,
     WeightFormat.Q3_K: _q3_k,

@@ -3,31 +3,36 @@ weights in fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.executor.reference import evaluate
+from octavo.executor.reference.evaluate import WholeSequences
 from octavo.loader.base import Weight
 from octavo.loader.dequantize import dequantize
-from octavo.models.config import ModelConfig
-from octavo.models.program import Op, Values, slots
+from octavo.models.program import Op, Program, Values, slots
 from octavo.tools.quantize.grid import Float32
-from octavo.tools.quantize.layers import LayerOps, SharedInput, live, roles
+from octavo.tools.quantize.layers import LayerOps, SharedInput, live
 from octavo.tools.quantize.state import LayerResult, QuantizeError
 
 CHUNK = 4096  # tokens that go through a layer at a time
 
 
 class HiddenStates:
-    """What the ops to come read, of all samples; nothing of a model without samples."""
+    """What the layers to come read, of all samples; empty before these begin."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        self._chunks: list[Values] = []
+    def __init__(self, program: Program, layers: Sequence[LayerOps]) -> None:
+        self.program = program
+        # What layers read of those before them: values, and other layers' keys and values.
+        self._handed_on = live([op for layer in layers for op in layer.ops])
+        shared = (layer.shares for layer in program.config.layers)
+        self._owners = {owner for owner in shared if owner is not None}
+        self._chunks: list[_Chunk] = []
 
     def __bool__(self) -> bool:
         return bool(self._chunks)
@@ -42,25 +47,28 @@ class HiddenStates:
         rows of a matrix of ``ops``."""
         count = max(1, CHUNK // samples.shape[1])
         used, places = np.unique(samples, return_inverse=True)
-        weights = {role: rows_of(role, used) for op in ops for role in roles(op)}
+        roles = (role for op in ops for role in self.program.roles(op))
+        weights = {role: rows_of(role, used) for role in roles}
         places = places.reshape(samples.shape)
         for start in range(0, len(samples), count):
             values: Values = {}
-            evaluate.run(ops, self.config, weights, values, places[start : start + count])
-            self._chunks.append(values)
+            ids = places[start : start + count]
+            evaluate.run(ops, self.program.config, weights, values, ids)
+            self._chunks.append(_Chunk(values, WholeSequences()))
 
     def advance(
         self, layer: LayerOps, weights: Mapping[str, Float32], start: int, end: int
     ) -> None:
         """Through the layer's ops from ``start`` to ``end``. Kept is what the rest of the layer, or
-        the next one, reads."""
+        later ones, read."""
         if start == end:
             return
-        wanted = live(layer.ops[end:], frozenset({"x"}))
-        for values in self._chunks:
-            evaluate.run(layer.ops[start:end], self.config, weights, values)
+        wanted = live(layer.ops[end:], self._handed_on)
+        for values, kv in self._chunks:
+            evaluate.run(layer.ops[start:end], self.program.config, weights, values, kv=kv)
             for name in values.keys() - wanted:
                 del values[name]
+            kv.keep(self._owners)
 
     def follow(self, layer: LayerOps, weights: Mapping[str, Float32]) -> None:
         """Through a finished layer, stopping where work on it stops: the same products in the same
@@ -71,10 +79,10 @@ class HiddenStates:
     def inputs(self, shared: SharedInput, width: int) -> Iterator[Float32]:
         """The rows [..., width] that its matrices read, where the samples have come to them: an
         expert's those of the tokens that are routed to it."""
-        for values in self._chunks:
+        for values, _ in self._chunks:
             x = values[shared.x]
             if shared.expert is not None:
-                experts = self.config.experts
+                experts = self.program.config.experts
                 assert experts is not None
                 chosen, rows = slots(x, values[shared.route], experts, width)
                 x = rows[chosen == shared.expert]
@@ -84,9 +92,14 @@ class HiddenStates:
         self, ops: tuple[Op, ...], weights: Mapping[str, Float32], name: str
     ) -> Iterator[Float32]:
         """What ``ops`` make of them under a name."""
-        for values in self._chunks:
-            evaluate.run(ops, self.config, weights, values)
+        for values, _ in self._chunks:
+            evaluate.run(ops, self.program.config, weights, values)
             yield values[name]
+
+
+class _Chunk(NamedTuple):
+    values: Values
+    kv: WholeSequences  # keys and values that later layers read
 
 
 class LayerWeights(Mapping[str, Float32]):

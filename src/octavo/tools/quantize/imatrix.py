@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.loader.base import Checkpoint, CheckpointError, WeightFormat
-from octavo.loader.bind import ROUTER
+from octavo.loader.dequantize import dequantize
 from octavo.loader.files import map_file
 from octavo.loader.gguf import MAGIC, GgufFile
 from octavo.models.families import program
@@ -30,7 +30,7 @@ from octavo.models.program import Logits
 from octavo.tools.quantize.gguf_writer import Bytes, Content, GgufTensor, key
 from octavo.tools.quantize.grid import Float32, Float64
 from octavo.tools.quantize.hidden_states import HiddenStates, LayerWeights, some_rows
-from octavo.tools.quantize.layers import LayerOps, split
+from octavo.tools.quantize.layers import split
 from octavo.tools.quantize.state import LayerResult, write_whole
 from octavo.tools.quantize.tensor_names import tensor_name, tensor_names
 
@@ -78,7 +78,7 @@ def collect(
     model = program(checkpoint.config)
     before, layers = split(model)
     names, weights = tensor_names(checkpoint), checkpoint.weights
-    hidden = HiddenStates(checkpoint.config)
+    hidden = HiddenStates(model, layers)
     hidden.begin(before, samples, lambda role, rows: some_rows(weights[role], rows))
     found: dict[str, ImportanceEntry] = {}
 
@@ -103,14 +103,16 @@ def collect(
             width = model.weights[shared.roles[0]][1]
             squares, rows = _sum(hidden.inputs(shared, width), width)
             for role in shared.roles:
-                if not role.endswith(ROUTER):
+                if not shared.router:
                     add(role, shared.expert or 0, squares, rows)
         hidden.advance(layer, own, done, len(layer.ops))
         progress(index + 1, len(layers))
     head = model.ops[-1]
     assert isinstance(head, Logits)
-    last = LayerOps(model.ops[len(before) + sum(len(layer.ops) for layer in layers) : -1], ())
-    outputs = hidden.outputs(last.ops, LayerWeights(checkpoint.path, weights, last), head.x)
+    ops = model.ops[len(before) + sum(len(layer.ops) for layer in layers) : -1]
+    roles = (role for op in ops for role in model.roles(op))
+    last = {role: dequantize(weights[role]) for role in roles}
+    outputs = hidden.outputs(ops, last, head.x)
     add(head.weight, 0, *_sum(outputs, model.weights[head.weight][1]))
     return ImportanceMatrix(found, (dataset,), len(samples), samples.shape[1])
 

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from octavo.loader.base import Checkpoint, WeightFormat
-from octavo.loader.bind import ROUTER
+from octavo.loader.bind import ROUTERS
 from octavo.models.config import ModelConfig
 from octavo.models.families import FAMILIES
 from octavo.tools.quantize.grid import CodeKind, Scheme
@@ -70,7 +70,7 @@ def mix_schemes(checkpoint: Checkpoint, mix: Mix) -> dict[str, Scheme]:
     matrices = [
         role
         for role, weight in weights.items()
-        if len(weight.shape) == 2 and not role.endswith(ROUTER)
+        if len(weight.shape) == 2 and not role.endswith(ROUTERS)
     ]
     values = list(dict.fromkeys(names[role] for role in matrices if _part(names[role]) in _VALUES))
     found = {}

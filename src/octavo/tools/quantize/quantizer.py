@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.loader.base import Checkpoint, CheckpointError
-from octavo.loader.bind import ROUTER
+from octavo.loader.bind import ROUTERS
 from octavo.models.families import program
 from octavo.tools.quantize.awq_scaling import Stored, awq
 from octavo.tools.quantize.calibrate import Moments
@@ -78,7 +78,7 @@ class Recipe:
         """What a weight is rounded to; None for one that stays as it is."""
         if not role.startswith("layers."):
             return self.ends.get(role)
-        stays = len(shape) != 2 or role.endswith(ROUTER) or role in self.kept
+        stays = len(shape) != 2 or role.endswith(ROUTERS) or role in self.kept
         return None if stays else self.schemes.get(role, self.scheme)
 
 
@@ -195,7 +195,7 @@ class Quantizer:
         if not any(self._rounded(layer.matrices) for layer in self.layers):
             method = Method.RTN  # nothing to look at a text for
         calibrated = method in LOOKING
-        hidden = HiddenStates(self.config)
+        hidden = HiddenStates(self.program, self.layers)
         if calibrated and first < len(self.layers):
             assert self.samples is not None
             hidden.begin(self.before, self.samples, self._embedding)

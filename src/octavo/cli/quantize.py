@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "octavo quantize gemma3-270m --method rtn --bits 8 --embedding-bits 5 -o small.gguf",
     "octavo quantize org/repo --method gptq --group-size 128 -o model-gptq",
+    "octavo quantize org/repo --bits 3 --group-size 32 -o model-gptq-3bit",
     "octavo quantize org/repo --method awq --calibration mine.txt -o model-awq",
     "octavo quantize org/repo --mix Q4_K_M -o model-q4_k_m.gguf",
     "octavo quantize org/repo --mix Q3_K_M --imatrix imatrix.gguf -o model-q3_k_m.gguf",
@@ -77,6 +78,7 @@ class ScalesName(StrEnum):
 
 
 class Bits(StrEnum):
+    three = "3"
     four = "4"
     eight = "8"
 
@@ -145,7 +147,7 @@ def command(
         typer.Option(
             "--symmetric/--asymmetric",
             help="Scales alone, or zeros too (GGUF: Q4_0 or Q4_1).",
-            show_default="zeros too at 4 bits but in compressed-tensors",
+            show_default="zeros too but at 8 bits and in compressed-tensors",
         ),
     ] = None,
     format: Annotated[

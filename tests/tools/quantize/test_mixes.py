@@ -1,5 +1,6 @@
 """Mixes of K-quants: their rules, and the files that are written by them."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from octavo.tools.quantize.quantize_checkpoint import quantize
 from octavo.tools.quantize.quantizer import Method, Recipe, Report, round_each
 from octavo.tools.quantize.scope import mixed
 from octavo.tools.quantize.state import QuantizeError
+from octavo.tools.quantize.tensor_names import tensor_names
 from oracle.test_families import run
-from paths import ORACLE
+from paths import ORACLE, TESTS
+from tools.quantize.mix_models import MODELS, mix_folder
 from tools.quantize.quantizing import SAMPLES, logits_of, random_folder, speaking, weights_of
 
 K = ORACLE / "tiny-llama-k.gguf"
@@ -41,6 +44,18 @@ def with_importance(checkpoint: Checkpoint, recipe: Recipe) -> Recipe:
 def write(source: Path, out: Path, recipe: Recipe) -> Checkpoint:
     quantize(load(source), recipe, Format.GGUF, out, None, lambda report: None)
     return load(out)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rules_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    """Which are recorded."""
+    checkpoint = load(mix_folder(name, tmp_path))
+    recorded = json.loads((TESTS / "tools/quantize/mixes.json").read_text())[name]
+    names = tensor_names(checkpoint)
+    for index, mix in enumerate(Mix):
+        expected = {tensor: formats.split()[index] for tensor, formats in recorded.items()}
+        schemes = mix_schemes(checkpoint, mix)
+        assert {names[r]: s.kind.format.name for r, s in schemes.items()} == expected, mix
 
 
 def test_every_matrix_has_the_format_of_the_mix(tmp_path: Path) -> None:

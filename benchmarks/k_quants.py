@@ -78,11 +78,11 @@ def make(path: Path, folder: Path, build: Path, mixes: list[str], pieces: int) -
 
     timed(matrices["octavo"], collected)
     for mix in mixes:
-        by = ("--imatrix", matrices["llama"], source)
-        timed(
-            folder / f"{mix}-llama.gguf",
-            lambda out, by=by, mix=mix: run(bin_quantize, *by, out, mix),
-        )
+
+        def theirs(out: Path, mix: str = mix) -> None:
+            run(bin_quantize, "--imatrix", matrices["llama"], source, out, mix)
+
+        timed(folder / f"{mix}-llama.gguf", theirs)
         for side, matrix in matrices.items():
             recipe = mixed(checkpoint, Method.IMATRIX, Mix[mix])
             roles = [role for role, w in checkpoint.weights.items() if recipe.of(role, w.shape)]

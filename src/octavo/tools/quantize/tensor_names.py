@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from octavo.loader.base import Checkpoint
+from octavo.loader.loader import parts_of
 from octavo.models.families import FAMILIES
 
 
@@ -15,8 +16,8 @@ def tensor_names(checkpoint: Checkpoint) -> dict[str, str]:
     fused = {part: each.gguf for each in family.fused for part in each.parts}
     found = {}
     for role in checkpoint.weights:
-        prefix, _, part = role.rpartition(".")
-        found[role] = tensor_name(f"{prefix}.{fused[part]}" if part in fused else role)
+        prefix, part = parts_of(role)
+        found[role] = tensor_name(prefix + fused.get(part, family.gguf_names.get(part, part)))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,8 +17,10 @@ from octavo.executor.cost import CostModel, Rates
 from octavo.kv_cache.connectors.manager import ConnectorManager
 from octavo.kv_cache.layout import KvDtype, KvGroup, KvLayout
 from octavo.kv_cache.prefix_index import Hash, chain_hash
+from octavo.kv_cache.state_layout import StateLayout
 from octavo.models.config import Activation, Layer, ModelConfig, Rope
 from octavo.models.families import program
+from octavo.models.recurrence_shape import ShortConvShape
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.sampler import Sampled, TokenLogprobs
 from octavo.scheduler.config import SchedulerConfig
@@ -29,9 +31,21 @@ from octavo.spec_decode.speculator import Speculator
 VOCAB = 64
 
 
-def layout(windows: Sequence[int | None] = (None,), block_size: int = 16) -> KvLayout:
+def layout(
+    windows: Sequence[int | None] = (None,), block_size: int = 16, state_pages: int = 0
+) -> KvLayout:
     groups = tuple(KvGroup((index,), window, 1, 2) for index, window in enumerate(windows))
-    return KvLayout(groups, block_size, KvDtype.BF16)
+    plain = KvLayout(groups, block_size, KvDtype.BF16)
+    if not state_pages:
+        return plain
+
+    def state(channels: int) -> StateLayout:
+        return StateLayout.of({len(groups): ShortConvShape(channels, 2)}, plain.block_bytes)
+
+    channels = 16
+    while state(channels).pages < state_pages:
+        channels += 16
+    return replace(plain, state=state(channels))
 
 
 def model(windows: Sequence[int | None], vocab_size: int = 5) -> ModelConfig:
@@ -160,7 +174,8 @@ class WrongContent(BaseException):
 
 class CheckingExecutor:
     """Keeps in every slot of every block a hash of all the tokens up to there, and checks before
-    each query that every key it sees is the one its own tokens demand.
+    each query that every key it sees is the one its own tokens demand. A state is a hash of the
+    tokens that it was brought through, one by one; page i of it holds that hash + i.
     """
 
     def __init__(
@@ -184,7 +199,9 @@ class CheckingExecutor:
         self.poison: int | None = None  # a step with this token crashes
         self.during: Callable[[], None] = lambda: None  # runs between schedule and commit
         self.steps = 0
-        self.content = np.zeros((num_blocks, kv_layout.block_size), dtype=np.int64)
+        numbers = max(kv_layout.block_size, kv_layout.block_bytes // 8)
+        self.content = np.zeros((num_blocks, numbers), dtype=np.int64)
+        self.log: dict[int, int] = {}  # the token of each row
         self.scheduler: Scheduler | None = None
         self._prefixes: dict[int, tuple[Seq, list[int]]] = {}
 
@@ -261,6 +278,8 @@ class CheckingExecutor:
                 assert len(draft) < seq.num_to_come
             hashes = self.expected(seq, draft)
             spans.append((slot, start, stop, hashes))
+        states = self._advance_states(batch, [(start, hashes) for _, start, _, hashes in spans])
+        for index, (slot, start, stop, hashes) in enumerate(spans):
             if (crash == "half" or self.poison in batch.token_ids) and index % 2:
                 continue  # a crash may leave a step half done
             for group in range(len(self.layout.groups)):
@@ -269,6 +288,8 @@ class CheckingExecutor:
                     if block < 0 or kv.pool.refs[block] != 1 or kv.pool.contents[block]:
                         raise WrongContent(f"position {position} is written to block {block}")
                     self.content[block, position % size] = hashes[position] + group
+            for pages, state in states[index]:
+                self.content[pages, 0] = state + np.arange(len(pages))
         if crash == "half" or self.poison in batch.token_ids:
             raise Crash("injected")
         for slot, start, stop, hashes in spans:
@@ -277,11 +298,75 @@ class CheckingExecutor:
                 row = batch.block_tables[group, slot, first // size : -(-stop // size)]
                 if (row < 0).any():
                     raise WrongContent(f"a key that position {start} sees was given back")
-                keys = self.content[row].reshape(-1)[first % size :][: stop - first]
+                keys = self.content[row, :size].reshape(-1)[first % size :][: stop - first]
                 if not np.array_equal(keys, hashes[first:stop] + group):
                     raise WrongContent(f"positions {first} to {stop - 1} hold another prefix")
         self.during()
         return self._logits(len(batch.logits_rows))
+
+    def _advance_states(
+        self, batch: Batch, spans: Sequence[tuple[int, npt.NDArray[np.int64]]]
+    ) -> list[list[tuple[Int32, int]]]:
+        """Bring each span's state, read from its pages, through its tokens. Return, for each span,
+        pages and what is to be stored there.
+        """
+        if self.layout.state is None:
+            assert batch.state is None
+            return [[] for _ in spans]
+        assert batch.state is not None
+        pool, step = self.scheduler.kv.pool, batch.state
+        assert step.tables.shape[1] == self.layout.state.pages
+        assert step.stores.tolist() == sorted(step.stores.tolist())
+        assert len(step.log) == batch.num_tokens
+        assert len(step.pending_offsets) == len(spans) + 1
+        assert step.pending_offsets[-1] == len(step.pending)
+        logged = [row for row in step.log.tolist() if row >= 0]
+        assert len({*logged}) == len(logged)
+        assert not {*logged} & {*step.pending.tolist()}
+        read: list[set[int]] = []
+        stored: list[list[tuple[Int32, int]]] = []
+        for index, (start, hashes) in enumerate(spans):
+            value = 0
+            read.append(set())
+            if step.reads[index] >= 0:
+                pages = step.tables[step.reads[index]]
+                read[-1].update(pages.tolist())
+                assert (pages >= 0).all()
+                assert len(read[-1]) == len(pages)
+                values = self.content[pages, 0] - np.arange(len(pages))
+                if (values != values[0]).any():
+                    raise WrongContent(f"the pages of span {index} are of several states")
+                value = int(values[0])
+            begin, end = step.pending_offsets[index : index + 2]
+            passed = [value]
+            for row in step.pending[begin:end].tolist():
+                passed.append(self._hash(passed[-1], self.log[row]))
+            if passed[-1] != (hashes[start - 1] if start else 0):
+                raise WrongContent(f"the state of span {index} is not behind position {start - 1}")
+            for token in batch.token_ids[batch.seq_offsets[index] : batch.seq_offsets[index + 1]]:
+                passed.append(self._hash(passed[-1], int(token)))
+            stored.append(
+                [
+                    (step.tables[row], passed[applied])
+                    for span, applied, row in step.stores.tolist()
+                    if span == index
+                ]
+            )
+        written: set[int] = set()
+        for index, each in enumerate(stored):
+            for pages, _ in each:
+                for page in pages.tolist():
+                    if page < 0 or pool.refs[page] != 1 or pool.contents[page] or page in written:
+                        raise WrongContent(f"a state is written to block {page}")
+                    if any(page in pages for at, pages in enumerate(read) if at != index):
+                        raise WrongContent(f"block {page} is written while another span reads it")
+                    written.add(page)
+        tables = batch.block_tables[:, batch.seq_slots]
+        assert not written & {*tables.ravel().tolist()}
+        for row, token in zip(step.log.tolist(), batch.token_ids.tolist(), strict=True):
+            if row >= 0:
+                self.log[row] = token
+        return stored
 
     def _logits(self, total: int) -> StepResult:
         size = self.slice_rows
@@ -346,6 +431,9 @@ def build(
     batching: Literal["continuous", "static"] = "continuous",
     memory: Literal["paged", "reserve"] = "paged",
     chunked_prefill: bool = True,
+    state_pages: int = 0,
+    state_log_rows: int = 0,
+    state_snapshots: float = 0.5,
     **of_policy: Any,
 ) -> Engine:
     """An engine over the checking executor; ``engine.executor`` is it."""
@@ -362,9 +450,11 @@ def build(
         batching=batching,
         memory=memory,
         chunked_prefill=chunked_prefill,
+        state_log_rows=state_log_rows,
+        state_snapshots=state_snapshots,
         **of_policy,
     )
-    kv_layout = layout(windows, block_size)
+    kv_layout = layout(windows, block_size, state_pages)
     scheduler = Scheduler(config, kv_layout, num_blocks, hasher=hasher)
     if connectors is not None:
         scheduler.kv.attach(connectors)

@@ -315,6 +315,8 @@ class KvCache:
             else:
                 assert self.state is not None
                 self.state.put_page(slot, page, block)
+                if self.pool.contents[block] is not None:
+                    self.state.snapshots.use(node)
             connectors.staging.unpin(key)
         if not to_load:
             del self._to_load[slot]

@@ -206,9 +206,12 @@ class StateCache:
         certain = sizes[:count].copy()  # tokens behind which the state is stored
         certain[:num_decodes] = 1
         ends = self._num_tokens[own] + certain
-        changing = self._busy[own] | (ends % self._block_size == 0) | (sizes[:count] > certain)
+        drafting = sizes[:count] > certain
+        changing = self._busy[own] | (ends % self._block_size == 0) | drafting
         changing[num_decodes:] = True
         log = self._no_rows(int(offsets[-1]))
+        if drafting.any() or len(slots) > count:
+            log = log.copy()
         extra: list[tuple[int, int, int]] = []
         for span in np.flatnonzero(changing).tolist():
             total = None if span < num_decodes else totals[span - num_decodes]
@@ -219,13 +222,12 @@ class StateCache:
                 extra.append((span, position - part.start, row))
             if drafts := int(sizes[span] - certain[span]):
                 part.log = self._take_log(drafts)
-                first = int(offsets[span]) + 1
-                log = self._write_log(log, first, part.log)
+                log[offsets[span] + 1 : offsets[span + 1]] = part.log
         for span in range(count, len(slots)):
             row = int(slots[span])
             slot, rows = self._branches[row]
             rows += self._take_log(int(sizes[span]) - 1)
-            log = self._write_log(log, int(offsets[span]) + 1, rows)
+            log[offsets[span] + 1 : offsets[span + 1]] = rows
             self._reads[row], self._num_pending[row] = self._reads[slot], self._num_pending[slot]
         stores = np.empty((count + len(extra), 3), np.int32)
         stores[:count, 0] = np.arange(count)

@@ -75,6 +75,7 @@ const RuntimeConfig &checked(const RuntimeConfig &config) {
         check_range("bytes of a block", config.block_bytes, config.group_bytes(group),
                     int64_t(1) << 40);
     }
+    check_range("num_blocks", config.num_blocks, 1, (int64_t(1) << 46) / config.block_bytes);
     return config;
 }
 
@@ -1065,15 +1066,21 @@ void Runtime::rotate(const RopeTable &rope, const float *angles, float *x, int64
 }
 
 void Runtime::store(const RopeStoreStep &step, const Scope &scope, int64_t begin, int64_t end) {
+    const KvGroup &group = config_.groups[size_t(step.group)];
+    const int64_t used = config_.group_bytes(group);
     for (int64_t row = begin; row < end;) {
         const int32_t seq = token_seqs_[size_t(row)];
         const int64_t position = batch_.positions[row];
         const int64_t rows = std::min(
             {end - row, batch_.seq_offsets[seq + 1] - row, kTokenTile - position % kTokenTile});
         const int32_t index = table(step.group, seq)[position / config_.block_size];
-        attention_.store({step.group, step.layer, 0.0f, 0.0f}, position % config_.block_size, rows,
+        const int64_t slot = position % config_.block_size;
+        attention_.store({step.group, step.layer, 0.0f, 0.0f}, slot, rows,
                          row_of(step.k, row, scope), step.k.stride, row_of(step.v, row, scope),
                          step.v.stride, block(index));
+        // What the group leaves over of the block may hold what another has had there.
+        if (slot == 0 && step.layer + 1 == group.layers)
+            std::memset(block(index) + used, 0, size_t(config_.block_bytes - used));
         row += rows;
     }
 }

@@ -311,6 +311,8 @@ def test_settings_are_refused_by_name() -> None:
         Driver(checkpoint, block_size=24)
     with pytest.raises(ValueError, match="logits_slice is 10, not a multiple of 8"):
         Driver(checkpoint, logits_slice=10)
+    with pytest.raises(ValueError, match="num_blocks is 2000000000, outside 1 to"):
+        Driver(checkpoint, block_size=4096, num_blocks=2_000_000_000)
     for threads in (0, 5000):
         with pytest.raises(ValueError, match=f"threads is {threads}, outside"):
             Driver(checkpoint, threads=threads)

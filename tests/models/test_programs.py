@@ -211,6 +211,7 @@ def sharing(*shares: int | None, **last: object) -> dict[str, object]:
         ({"layers": (replace(LLAMA.layers[0], num_kv_heads=4),)}, "4 does not divide num_heads"),
         ({"layers": (replace(LLAMA.layers[0], num_kv_heads=0),)}, "num_kv_heads 0"),
         ({"layers": (replace(LLAMA.layers[0], head_dim=1026),)}, "head_dim is 1026"),
+        ({"layers": (replace(LLAMA.layers[0], head_dim=17),)}, "head_dim is 17, which is odd"),
         ({"layers": (replace(LLAMA.layers[0], head_dim=8),)}, "rope dim 16 does not fit"),
         (sharing(0), "layer 0: it shares the cache of layer 0, which is not an earlier one"),
         (sharing(None, 2, None), "layer 1: it shares the cache of layer 2, which is not"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,6 +84,8 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
     for layer in config.layers:
         kind = "global" if layer.window is None else str(layer.window)
         windows[kind] = windows.get(kind, 0) + 1
+    heads = Counter(config.heads_of(layer) for layer in config.layers)
+    alike = next(iter(heads)) if len(heads) == 1 else (None, None)
     tokenizer = checkpoint.tokenizer
     available = available_memory()
     here: dict[str, Any] = {"memory_available_bytes": available}
@@ -103,8 +106,13 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         "family": config.family,
         "layers": len(config.layers),
         "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "kv_heads": alike[0],
+        "head_dim": alike[1],
+        "heads_by_kind": [
+            {"layers": count, "kv_heads": kv_heads, "head_dim": head_dim}
+            for (kv_heads, head_dim), count in heads.items()
+        ],
+        "layers_sharing_caches": sum(layer.shares is not None for layer in config.layers),
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "experts": experts,
@@ -126,6 +134,7 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         else checkpoint.quantization._asdict(),
         "kv_cache_dtype": layout.dtype.value,
         "kv_bytes_per_token": layout.bytes_per_token,
+        "kv_held_bytes_per_token": layout.held_bytes_per_token,
         "kv_block_bytes": layout.block_bytes,
         "tokenizer": tokenizer.kind,
         "bos_token": tokenizer.bos_token_id,
@@ -232,8 +241,8 @@ def as_text(facts: dict[str, Any]) -> str:
         f"shape       {facts['layers']} layers ({windows}), hidden {facts['hidden_size']}, "
         f"ffn {facts['intermediate_size']}",
         *_experts(facts),
-        f"heads       {facts['heads']} query on {facts['kv_heads']} KV, "
-        f"{facts['head_dim']} wide; vocabulary {facts['vocab_size']:,}",
+        f"heads       {facts['heads']} query on {_heads(facts)}; "
+        f"vocabulary {facts['vocab_size']:,}",
         f"context     {facts['context_length']:,} tokens"
         + (
             ""
@@ -275,7 +284,8 @@ def as_text(facts: dict[str, Any]) -> str:
             for each in facts["formats"]
         ),
         "",
-        f"kv cache    {facts['kv_bytes_per_token']:,} bytes a token ({facts['kv_cache_dtype']})",
+        f"kv cache    {facts['kv_bytes_per_token']:,} bytes a token ({facts['kv_cache_dtype']})"
+        f"{_padding(facts)}",
     ]
     if "does_not_fit" in here:
         lines.append(f"here        does not fit: {named_flags(here['does_not_fit'])}")
@@ -297,6 +307,23 @@ def _experts(facts: dict[str, Any]) -> list[str]:
         f"{experts['layers']} layers; a token goes to {experts['chosen']}, "
         f"which makes {experts['active_parameters'] / 1e6:.1f} M parameters"
     ]
+
+
+def _heads(facts: dict[str, Any]) -> str:
+    kinds = facts["heads_by_kind"]
+    alike = len(kinds) == 1
+    said = " or ".join(
+        f"{kind['kv_heads']} KV, {kind['head_dim']} wide"
+        + ("" if alike else f" ({kind['layers']} layers)")
+        for kind in kinds
+    )
+    sharing = facts["layers_sharing_caches"]
+    return f"{said}; {sharing} layers read others' keys and values" if sharing else said
+
+
+def _padding(facts: dict[str, Any]) -> str:
+    padded = facts["kv_held_bytes_per_token"]
+    return "" if padded == facts["kv_bytes_per_token"] else f", {padded:,} with what blocks leave"
 
 
 def _held(facts: dict[str, Any]) -> str:

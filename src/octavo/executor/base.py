@@ -16,7 +16,7 @@ import numpy.typing as npt
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.kv_cache.state_batch import StateBatch
 from octavo.loader.base import CheckpointError
-from octavo.models.program import PagedAttention, Program, RopeAndStoreKv
+from octavo.models.program import PagedAttention, Program, RopeAndStoreKv, RotateQueries
 
 if TYPE_CHECKING:
     from octavo.executor.cost import CostModel, Rates
@@ -344,9 +344,15 @@ def check_added(
         raise ValueError(f"the weight {twice[0]} is loaded already")
     groups = {layer: group for group in layout.groups for layer in group.layers}
     for op in program.ops:
-        if not isinstance(op, PagedAttention | RopeAndStoreKv):
-            continue
-        group = groups.get(op.layer)
-        shape = program.config.num_heads, op.kv_heads, op.head_dim
-        if group is None or shape != (num_heads, group.kv_heads, group.head_dim):
+        match op:
+            case PagedAttention() | RopeAndStoreKv():
+                group = groups.get(op.layer)
+                fits = group is not None and (
+                    (op.kv_heads, op.head_dim) == (group.kv_heads, group.head_dim)
+                )
+            case RotateQueries():
+                fits = any(op.head_dim == group.head_dim for group in layout.groups)
+            case _:
+                continue
+        if not fits or program.config.num_heads != num_heads:
             raise ValueError("the program's attention has another shape than the cache")

@@ -194,7 +194,7 @@ class StepSize(NamedTuple):
     tokens: int
     rows: int  # that want logits
     chunks: int  # spans of two tokens or more
-    attention: tuple[tuple[int, int], ...]  # of a layer of each kind: keys seen, by all queries
+    attention: tuple[tuple[int, int], ...]  # of a layer of each window: keys seen, by all queries
     # together, and tokens read and written
 
 
@@ -265,8 +265,11 @@ class CostModel:
         self._terms = self._count()  # of each op
         self._alike = Counter(term for term in self._terms if isinstance(term, _Term))
         self._kinds = Counter(term for term in self._terms if isinstance(term, _Attention))
-        self._windows = tuple(kind.window for kind in self._kinds)
-        self._layers = tuple((*kind[1:], count) for kind, count in self._kinds.items())
+        self._windows = tuple(dict.fromkeys(kind.window for kind in self._kinds))
+        self._layers = tuple(
+            (self._windows.index(kind.window), kind.token_bytes, kind.ops, count)
+            for kind, count in self._kinds.items()
+        )
         # Steps are of like sizes, and so are those that are tried on the way to one.
         self._dense = lru_cache(maxsize=65536)(self._dense_seconds)
         self._each = lru_cache(maxsize=4096)(self._each_seconds)
@@ -362,8 +365,9 @@ class CostModel:
 
     def attention_seconds(self, attention: Iterable[tuple[int, int]], rates: Rates) -> float:
         """Return the seconds of `StepSize.attention`."""
-        total, seconds = 0.0, rates.attention_seconds
-        for (keys, moved), (size, ops, layers) in zip(attention, self._layers, strict=True):
+        total, seconds, seen = 0.0, rates.attention_seconds, tuple(attention)
+        for window, size, ops, layers in self._layers:
+            keys, moved = seen[window]
             total += layers * seconds(moved * size, keys * ops, self._attention)
         return total
 

@@ -23,7 +23,7 @@ from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.connectors.manager import ConnectorManager
 from octavo.kv_cache.connectors.prefetch import Prefetch, Prefetcher
 from octavo.kv_cache.events import DEVICE, EventQueue, Subscriber
-from octavo.kv_cache.layout import KvLayout
+from octavo.kv_cache.layout import KvLayout, peak_of_window
 from octavo.kv_cache.prefix_index import Hash, Node, PrefixIndex, chain_hash
 from octavo.kv_cache.prefix_lookup import NO_HIT, Hit, PrefixLookup
 from octavo.kv_cache.snapshots import Snapshots
@@ -39,14 +39,6 @@ def peak_blocks(layout: KvLayout, num_tokens: int) -> int:
     return layout.state_blocks + sum(
         peak_of_window(group.window, num_tokens, layout.block_size) for group in layout.groups
     )
-
-
-def peak_of_window(window: int | None, num_tokens: int, block_size: int) -> int:
-    """Return `peak_blocks` of one group. A window of w tokens spans at most
-    ceil((w - 1) / block_size) + 1 blocks; None: all are kept.
-    """
-    total = -(-num_tokens // block_size)
-    return total if window is None else min(total, -(-(window - 1) // block_size) + 1)
 
 
 class KvCache:

@@ -5,9 +5,9 @@ tokens of keys and values for the layers of one group. Layers of one kind (same 
 head width) are split into groups of equal length; each sequence has one block table a group. A
 Llama has one group of all layers; Gemma 3 270M (15 window layers, 3 global) has six groups of three
 layers. Where kinds have keys of other sizes, so have their groups' lengths, and what is left at the
-end of a shorter group's block is padding. A layer that reads another layer's keys and values has
-none of its own, and is in no group. Nor is a recurrent layer: its state is in blocks of the same
-pool (`StateLayout`).
+end of a shorter group's block is padding; kinds that keep the most blocks get the least of it. A
+layer that reads another layer's keys and values has none of its own, and is in no group. Nor is a
+recurrent layer: its state is in blocks of the same pool (`StateLayout`).
 """
 
 from __future__ import annotations
@@ -133,6 +133,11 @@ class KvLayout:
         """KV bytes of a token while it is inside every window, without padding."""
         return sum(len(group.layers) * self.token_bytes(group) for group in self.groups)
 
+    @property
+    def held_bytes_per_token(self) -> int:
+        """The same with the padding of its blocks."""
+        return self.block_bytes * len(self.groups) // self.block_size
+
     def place(self, layer: int) -> tuple[int, int]:
         """Return (group, index within the group) of a layer. Raise `KeyError`."""
         for index, group in enumerate(self.groups):
@@ -142,9 +147,12 @@ class KvLayout:
 
     @staticmethod
     def of(config: ModelConfig, block_size: int = 16, dtype: KvDtype = KvDtype.BF16) -> KvLayout:
-        """Return the layout for a model: groups of layers of one kind, with the least padding."""
+        """Return the layout for a model: groups of layers of one kind, with which a sequence of its
+        whole context takes the least memory.
+        """
         layers = layers_by_kind(config)
-        lengths = lengths_by_kind({kind: len(each) for kind, each in layers.items()}, dtype)
+        counts = {kind: len(each) for kind, each in layers.items()}
+        lengths = lengths_by_kind(counts, dtype, config.context_length, block_size)
         groups = tuple(
             KvGroup(tuple(layers[kind][start : start + length]), *kind)
             for kind, length in lengths.items()
@@ -172,37 +180,56 @@ def layers_by_kind(config: ModelConfig) -> dict[KvKind, list[int]]:
     return layers
 
 
-def lengths_by_kind(counts: Mapping[KvKind, int], dtype: KvDtype) -> dict[KvKind, int]:
+def lengths_by_kind(
+    counts: Mapping[KvKind, int], dtype: KvDtype, context: int, block_size: int
+) -> dict[KvKind, int]:
     """Return the layers a group of each kind, of which there are ``counts`` layers, in the order of
-    the groups.
+    the groups: for sequences of ``context`` tokens in blocks of ``block_size``.
     """
     kinds = sorted(counts, key=lambda kind: (kind.window or 0, kind.kv_heads, kind.head_dim))
-    sizes = [(counts[kind], kind.kv_heads * dtype.token_bytes(kind.head_dim)) for kind in kinds]
+    sizes = [
+        (
+            counts[kind],
+            kind.kv_heads * dtype.token_bytes(kind.head_dim),
+            peak_of_window(kind.window, context, block_size),
+        )
+        for kind in kinds
+    ]
     return dict(zip(kinds, group_lengths(sizes), strict=True))
 
 
-def group_lengths(kinds: Sequence[tuple[int, int]]) -> list[int]:
+def group_lengths(kinds: Sequence[tuple[int, int, int]]) -> list[int]:
     """Return the layers a group of each kind, of which there are so many layers with so many bytes
-    a token: divisors of their numbers, with the least padding in blocks of one size, then the
-    fewest groups. Kinds of equal bytes have the greatest common divisor of their numbers.
+    a token, and of whose groups a sequence holds so many blocks: divisors of their numbers, with
+    which all blocks together take the fewest bytes, then the fewest groups. Kinds of equal bytes
+    have the greatest common divisor of their numbers.
     """
     divisors = [
-        [length for length in range(count, 0, -1) if count % length == 0] for count, _ in kinds
+        [length for length in range(count, 0, -1) if count % length == 0] for count, *_ in kinds
     ]
     best: tuple[tuple[int, int], list[int]] | None = None
     for block in {
-        length * size for each, (_, size) in zip(divisors, kinds, strict=True) for length in each
+        length * size for each, (_, size, _) in zip(divisors, kinds, strict=True) for length in each
     }:
         lengths = [
             next((length for length in each if length * size <= block), 0)
-            for each, (_, size) in zip(divisors, kinds, strict=True)
+            for each, (_, size, _) in zip(divisors, kinds, strict=True)
         ]
         if not all(lengths):
             continue
-        groups = [count // length for length, (count, _) in zip(lengths, kinds, strict=True)]
-        padding = block * sum(groups) - sum(count * size for count, size in kinds)
-        rank = padding, sum(groups)
+        groups = [count // length for length, (count, *_) in zip(lengths, kinds, strict=True)]
+        held = sum(number * blocks for number, (*_, blocks) in zip(groups, kinds, strict=True))
+        rank = block * held, sum(groups)
         if best is None or rank < best[0]:
             best = rank, lengths
     assert best is not None  # a block of the largest layer holds one of any kind
     return best[1]
+
+
+def peak_of_window(window: int | None, num_tokens: int, block_size: int) -> int:
+    """Return the most blocks of one group that a sequence of ``num_tokens`` positions ever holds if
+    they are written one by one. A window of w tokens spans at most ceil((w - 1) / block_size) + 1
+    blocks; None: all are kept.
+    """
+    total = -(-num_tokens // block_size)
+    return total if window is None else min(total, -(-(window - 1) // block_size) + 1)

@@ -162,4 +162,6 @@ class Builder:
         c = self.config
         self.norm("x", "output_norm", "x", scale=c.logits_scale)
         self.append(Logits("x", c.head, c.logits_softcap))
-        return Program(c, tuple(self.ops), self.widths, self.weights)
+        used = {name for op in self.ops for name in (*op.reads, *op.writes)}
+        widths = {name: width for name, width in self.widths.items() if name in used}
+        return Program(c, tuple(self.ops), widths, self.weights)

@@ -258,6 +258,8 @@ def _fault(layer: Layer, num_heads: int, num_kv_heads: int, head_dim: int) -> st
         return f"num_kv_heads {num_kv_heads} does not divide num_heads {num_heads}"
     if not 2 <= head_dim <= 1024:
         return f"head_dim is {head_dim}, outside 2 to 1024"
+    if head_dim % 2:
+        return f"head_dim is {head_dim}, which is odd"
     if layer.window is not None and layer.window < 1:
         return f"window is {layer.window}, below 1"
     if layer.recurrence is not None:

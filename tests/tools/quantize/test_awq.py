@@ -1,5 +1,6 @@
 """AWQ: what is folded is the same function, and what comes out loses less than rounding."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from executor import tiny
 from octavo.executor.reference import evaluate
-from octavo.loader.base import CheckpointError
+from octavo.executor.reference.evaluate import WholeSequences
 from octavo.loader.bind import ROUTER
 from octavo.loader.dequantize import dequantize
 from octavo.models import families
@@ -28,6 +29,7 @@ MODELS = {
     "qwen2": tiny.config("qwen2", biases=frozenset({"attn_q", "attn_k", "attn_v", "ffn_up"})),
     "gemma3": tiny.config("gemma3"),
     "olmo2": tiny.config("olmo2"),
+    "shared caches": tiny.mixed(),
     "biases": tiny.config(num_kv_heads=4, biases=frozenset({"attn_v", "attn_output", "ffn_up"})),
 }
 SPARSE = {name: tiny.config(name) for name in tiny.SPARSE}
@@ -49,13 +51,13 @@ def inputs_of(
 ) -> list[tuple[LayerOps, list[tuple[SharedInput, Moments | None]]]]:
     """Each layer with its inputs' moments."""
     before, layers = split(program)
-    values: Values = {}
+    values, kv = Values(), WholeSequences()
     evaluate.run(before, program.config, weights, values, IDS)
     found = []
     for layer in layers:
         done, inputs = 0, list[tuple[SharedInput, Moments | None]]()
         for shared in layer.inputs:
-            evaluate.run(layer.ops[done : shared.first], program.config, weights, values)
+            evaluate.run(layer.ops[done : shared.first], program.config, weights, values, kv=kv)
             done = shared.first
             x = values[shared.x]
             width = program.weights[shared.roles[0]][1]
@@ -65,7 +67,7 @@ def inputs_of(
             moments = Moments(width)
             moments.add(x)
             inputs.append((shared, moments if moments.count else None))
-        evaluate.run(layer.ops[done:], program.config, weights, values)
+        evaluate.run(layer.ops[done:], program.config, weights, values, kv=kv)
         found.append((layer, inputs))
     return found
 
@@ -122,9 +124,19 @@ def test_what_may_be_scaled() -> None:
     assert makers["biases"][1] == Maker("layers.0.attn_v", "layers.0.attn_v.bias", False)
 
 
-def test_layers_that_share_a_cache_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="layer 3 reads the keys and values of layer 2"):
-        split(families.program(tiny.mixed()))
+def test_values_that_another_layer_reads_are_not_scaled() -> None:
+    """Every head of `mixed` may have keys and values of its own: those of layers 1 and 2 are
+    also layers 4's and 3's.
+    """
+    mixed = tiny.mixed()
+    layers = tuple(replace(layer, num_kv_heads=4) for layer in mixed.layers)
+    _, found = split(families.program(replace(mixed, layers=layers)))
+    makers = [layer.inputs[1].maker for layer in found]
+    assert [layer.inputs[1].roles for layer in found[3:]] == [
+        ("layers.3.attn_output",),
+        ("layers.4.attn_output",),
+    ]
+    assert makers == [Maker("layers.0.attn_v", None, norm=False), *[None] * 4]
 
 
 def bias_of(config: ModelConfig, name: str) -> str | None:

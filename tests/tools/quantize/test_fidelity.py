@@ -13,10 +13,12 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 import strict_json
+from executor import tiny
 from executor.reference import run as plain_run
 from octavo.cli import app
 from octavo.engine.config import SettingsError
 from octavo.executor.native.packing import held_bytes
+from octavo.executor.reference import evaluate
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader import load
 from octavo.loader.base import Checkpoint, CheckpointError, Tokenizer
@@ -69,6 +71,18 @@ def test_of_every_family(family: str, tmp_path: Path) -> None:
     expected = arrays["float32"]
     off = logits[meta["first_row"] :][: len(expected)] - expected
     assert np.abs(off).mean() < 1e-3 * expected.std()
+
+
+def test_of_layers_that_share_a_cache() -> None:
+    """A layer at a time, as all at once."""
+    checkpoint = tiny.checkpoint(tiny.mixed())
+    ids = np.random.default_rng(8).integers(0, 70, 40).astype(np.int32)
+    whole, part = all_logits(Exact(checkpoint, 64), [ids, ids[:9]])
+    shape = program(checkpoint.config, 64)
+    weights = {role: dequantize(checkpoint.weights[role]) for role in shape.weights}
+    expected = evaluate.logits(shape, weights, ids[None])[0]
+    np.testing.assert_allclose(whole, expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(part, expected[:9], rtol=0, atol=1e-5)
 
 
 def test_a_text_is_kept_for_the_next_model() -> None:

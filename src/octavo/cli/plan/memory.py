@@ -481,7 +481,9 @@ def _kv_lines(load: ServingLoad) -> list[str]:
             f"  ({as_size(cache.block_padding)} of them behind layers that take less of a block)"
         )
     lines += [
-        f"  {sharing.name}, {plural(sharing.kv_heads, 'KV head')}: {as_size(sharing.bytes)}"
+        f"  {sharing.name}, "
+        + ("KV heads by layer" if sharing.kv_heads is None else plural(sharing.kv_heads, "KV head"))
+        + f": {as_size(sharing.bytes)}"
         + (" (this model)" if sharing.own else "")
         for sharing in memory_plan.sharings(load.subject.program.config, cache)
     ]

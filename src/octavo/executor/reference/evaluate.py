@@ -8,7 +8,7 @@ Values are [sequences, tokens, width]. Every sequence starts at position 0 and i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import numpy as np
 
@@ -31,6 +31,11 @@ class WholeSequences:
 
     def __init__(self) -> None:
         self._stored: dict[int, tuple[Float32, Float32]] = {}
+
+    def keep(self, layers: Set[int]) -> None:
+        """Forget the keys and values of all other layers."""
+        for layer in self._stored.keys() - layers:
+            del self._stored[layer]
 
     def positions(self, tokens: int) -> Ids:
         return np.arange(tokens)

@@ -189,6 +189,7 @@ class PagedSequences:
     """Implements `KeyValues` for a step's sequences, by their block tables."""
 
     def __init__(self, arena: Bytes, layout: KvLayout, batch: Batch) -> None:
+        self._arena = arena
         self._layout = layout
         self._batch = batch
         self._groups = [_of_group(arena, layout, group) for group in layout.groups]
@@ -202,6 +203,10 @@ class PagedSequences:
             for which, rows in enumerate((keys, values)):
                 heads = rows[0, begin:end].reshape(end - begin, *arena.shape[-2:])
                 arena[blocks, which, offsets] = _packed(heads, self._layout.dtype)
+            group, at = self._layout.place(layer)
+            of = self._layout.groups[group]
+            if at + 1 == len(of.layers):  # what is left over may hold what another had there
+                self._arena[blocks[offsets == 0], self._layout.group_bytes(of) :] = 0
 
     def attend(self, queries: Float32, op: PagedAttention) -> Float32:
         out = np.empty_like(queries)

@@ -22,8 +22,15 @@ from typing import NamedTuple
 
 from octavo.engine.cache_plan import all_work_bytes
 from octavo.engine.config import EngineConfig
-from octavo.kv_cache.cache import peak_blocks, peak_of_window
-from octavo.kv_cache.layout import KvDtype, KvKind, KvLayout, layers_by_kind, lengths_by_kind
+from octavo.kv_cache.cache import peak_blocks
+from octavo.kv_cache.layout import (
+    KvDtype,
+    KvKind,
+    KvLayout,
+    layers_by_kind,
+    lengths_by_kind,
+    peak_of_window,
+)
 from octavo.loader.base import WeightFormat
 from octavo.loader.rounding import FLOATS, QUANTIZATIONS
 from octavo.models.config import ModelConfig
@@ -71,13 +78,15 @@ class KvCacheSize:
     users: int
     dtype: KvDtype
     block_size: int
+    longest: int  # the model's context, by which layers are divided into groups
 
     @staticmethod
     def of(
         model: ModelConfig, context: int, users: int, dtype: KvDtype, block_size: int = 16
     ) -> KvCacheSize:
         counts = {kind: len(layers) for kind, layers in layers_by_kind(model).items()}
-        return KvCacheSize.made_of(counts, context, users, dtype, block_size)
+        longest = model.context_length
+        return KvCacheSize.made_of(counts, context, users, dtype, block_size, longest)
 
     @staticmethod
     def made_of(
@@ -86,14 +95,19 @@ class KvCacheSize:
         users: int,
         dtype: KvDtype,
         block_size: int = 16,
+        longest: int | None = None,
     ) -> KvCacheSize:
-        """``layers``: how many there are of each kind."""
+        """``layers``: how many there are of each kind; ``longest``: the model's context, if it is
+        not ``context``.
+        """
+        longest = context if longest is None else longest
         for name, value in (
             *(("layers", count) for count in layers.values()),
             *(("window", kind.window) for kind in layers if kind.window is not None),
             *(("kv_heads", kind.kv_heads) for kind in layers),
             *(("head_dim", kind.head_dim) for kind in layers),
             *(("context", context), ("users", users), ("block_size", block_size)),
+            ("longest", longest),
         ):
             if value < 1:
                 raise ValueError(f"{name} is {value}, below 1")
@@ -107,16 +121,18 @@ class KvCacheSize:
                 kind.head_dim,
                 length,
             )
-            for kind, length in lengths_by_kind(layers, dtype).items()
+            for kind, length in lengths_by_kind(layers, dtype, longest, block_size).items()
         )
-        return KvCacheSize(kinds, context, users, dtype, block_size)
+        return KvCacheSize(kinds, context, users, dtype, block_size, longest)
 
     def with_kv_heads(self, count: int) -> KvCacheSize:
         """Return the same with so many KV heads in every layer."""
         layers = Counter[KvKind]()
         for kind in self.kinds:
             layers[KvKind(kind.window, count, kind.head_dim)] += kind.layers
-        return KvCacheSize.made_of(layers, self.context, self.users, self.dtype, self.block_size)
+        return KvCacheSize.made_of(
+            layers, self.context, self.users, self.dtype, self.block_size, self.longest
+        )
 
     @property
     def alike(self) -> bool:
@@ -345,7 +361,7 @@ class Sharing(NamedTuple):
     """
 
     name: str
-    kv_heads: int
+    kv_heads: int | None  # None: layers differ
     bytes: int  # of the cache
     own: bool  # the model's own
 
@@ -353,16 +369,15 @@ class Sharing(NamedTuple):
 def sharings(model: ModelConfig, cache: KvCacheSize) -> list[Sharing]:
     """The same cache with as many KV heads as heads, as it is, and with one."""
     names = {model.num_heads: "MHA", 1: "MQA"}
-    return [
-        Sharing(
-            names.get(count, "GQA"),
-            count,
-            (cache if own else cache.with_kv_heads(count)).bytes,
-            own,
-        )
-        for count in sorted({model.num_heads, model.num_kv_heads, 1}, reverse=True)
-        for own in (count == model.num_kv_heads,)
+    counts = {kind.kv_heads for kind in cache.kinds}
+    own = counts if len(counts) == 1 else set()
+    found = [
+        Sharing(names.get(count, "GQA"), count, cache.with_kv_heads(count).bytes, count in own)
+        for count in sorted({model.num_heads, 1} | own, reverse=True)
     ]
+    if not own:
+        found.insert(1, Sharing("GQA", None, cache.bytes, own=True))
+    return found
 
 
 # --- weights -------------------------------------------------------------------------------------

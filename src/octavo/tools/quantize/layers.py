@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from octavo.loader.base import CheckpointError
 from octavo.models.config import ModelConfig
 from octavo.models.program import (
     ExpertLinear,
@@ -90,15 +89,7 @@ def roles(op: Op) -> tuple[str, ...]:
 
 
 def split(program: Program) -> tuple[tuple[Op, ...], list[LayerOps]]:
-    """The ops before the first layer, and each layer's. Raises `CheckpointError` for layers that
-    cannot be computed by themselves.
-    """
-    for index, layer in enumerate(program.config.layers):
-        if layer.shares is not None:
-            raise CheckpointError(
-                f"layer {index} reads the keys and values of layer {layer.shares}: it cannot be "
-                "computed by itself"
-            )
+    """The ops before the first layer, and each layer's."""
     starts: list[int] = []
     end = len(program.ops)
     for index, op in enumerate(program.ops):
@@ -184,13 +175,12 @@ def _maker(
         case GatedActivation():
             before = sources[source][1]  # up
         case PagedAttention() as attention if attention.kv_heads == config.num_heads:
-            # With fewer KV heads a value serves several inputs. (As the reference has it.)
-            store = next(
-                index
-                for index, op in enumerate(ops)
-                if isinstance(op, RopeAndStoreKv) and op.layer == attention.layer
-            )
-            before = sources[store][2]  # v
+            # With fewer KV heads, or layers that share them, a value serves several inputs.
+            if not any(layer.shares == attention.layer for layer in config.layers):
+                store = next(
+                    index for index, op in enumerate(ops) if isinstance(op, RopeAndStoreKv)
+                )
+                before = sources[store][2]  # v
     maker = ops[before] if before >= 0 else None
     if isinstance(maker, Linear | ExpertLinear) and readers.get(before) == 1:
         return maker

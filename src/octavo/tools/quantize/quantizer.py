@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.executor.reference import evaluate
+from octavo.executor.reference.evaluate import WholeSequences
 from octavo.loader.base import Checkpoint, CheckpointError, Weight
 from octavo.loader.bind import ROUTER
 from octavo.loader.dequantize import dequantize
@@ -111,6 +112,10 @@ class Quantizer:
         self.weights = checkpoint.weights
         self.program = program(checkpoint.config)
         self.before, self.layers = split(self.program)
+        # What layers read of those before them: values, and other layers' keys and values.
+        self._handed_on = live([op for layer in self.layers for op in layer.ops])
+        shared = (layer.shares for layer in self.config.layers)
+        self._owners = {owner for owner in shared if owner is not None}
         self.starved: list[int] = []  # of each layer done, how many experts saw too few rows
         self._check()
 
@@ -196,7 +201,7 @@ class Quantizer:
     # ── Methods ─────────────────────────────────────────────────────────────────────────────────
 
     def _rtn(
-        self, hidden: list[Values], layer: LayerOps, weights: _Weights, tell: _Teller
+        self, hidden: list[_Chunk], layer: LayerOps, weights: _Weights, tell: _Teller
     ) -> LayerResult:
         result = LayerResult.empty()
         for role in self._rounded(layer.matrices):
@@ -210,7 +215,7 @@ class Quantizer:
         return [role for role in roles if role not in self.recipe.kept]
 
     def _gptq(
-        self, hidden: list[Values], layer: LayerOps, weights: _Weights, tell: _Teller
+        self, hidden: list[_Chunk], layer: LayerOps, weights: _Weights, tell: _Teller
     ) -> LayerResult:
         result = LayerResult.empty()
         recipe = self.recipe
@@ -245,7 +250,7 @@ class Quantizer:
         return result
 
     def _awq(
-        self, hidden: list[Values], layer: LayerOps, weights: _Weights, tell: _Teller
+        self, hidden: list[_Chunk], layer: LayerOps, weights: _Weights, tell: _Teller
     ) -> LayerResult:
         result = LayerResult.empty()
         inputs = self._inputs(hidden, layer, weights, result)
@@ -262,7 +267,7 @@ class Quantizer:
 
     def _inputs(
         self,
-        hidden: list[Values],
+        hidden: list[_Chunk],
         layer: LayerOps,
         weights: Mapping[str, Float32],
         result: LayerResult,
@@ -289,10 +294,10 @@ class Quantizer:
         self._advance(hidden, layer, weights, done, len(layer.ops))
         result.starved.extend(sorted(starved))
 
-    def _moments(self, hidden: list[Values], shared: SharedInput) -> Moments:
+    def _moments(self, hidden: list[_Chunk], shared: SharedInput) -> Moments:
         inputs = self.program.weights[shared.roles[0]][1]
         moments = Moments(inputs)
-        for values in hidden:
+        for values, _ in hidden:
             x = values[shared.x]
             if shared.expert is not None:
                 experts = self.config.experts
@@ -304,19 +309,19 @@ class Quantizer:
 
     def _advance(
         self,
-        hidden: list[Values],
+        hidden: list[_Chunk],
         layer: LayerOps,
         weights: Mapping[str, Float32],
         start: int,
         end: int,
     ) -> None:
         if start < end:
-            for values in hidden:
-                self._run(layer.ops[start:end], weights, values, layer.ops[end:])
+            for chunk in hidden:
+                self._run(layer.ops[start:end], weights, chunk, layer.ops[end:])
 
     # ── Hidden states ───────────────────────────────────────────────────────────────────────────
 
-    def _start(self) -> list[Values]:
+    def _start(self) -> list[_Chunk]:
         """The samples, embedded, some sequences at a time."""
         assert self.samples is not None
         count = max(1, CHUNK // self.samples.shape[1])
@@ -327,7 +332,7 @@ class Quantizer:
             values: Values = {}
             ids = samples.reshape(self.samples.shape)[start : start + count]
             evaluate.run(self.before, self.config, weights, values, ids)
-            chunks.append(values)
+            chunks.append(_Chunk(values, WholeSequences()))
         return chunks
 
     def _embedding(self, role: str, rows: npt.NDArray[np.int32]) -> Float32:
@@ -337,7 +342,7 @@ class Quantizer:
         return values if scheme is None else nearest(scheme, values).values()
 
     def _follow(
-        self, hidden: list[Values], layer: LayerOps, weights: Mapping[str, Float32]
+        self, hidden: list[_Chunk], layer: LayerOps, weights: Mapping[str, Float32]
     ) -> None:
         """All samples through a finished layer, stopping where quantizing it stops: the same
         products in the same pieces give the same bits after an interruption."""
@@ -348,14 +353,15 @@ class Quantizer:
         self,
         ops: tuple[Op, ...],
         weights: Mapping[str, Float32],
-        values: Values,
+        chunk: _Chunk,
         rest: tuple[Op, ...],
     ) -> None:
-        """Executes ``ops`` and keeps what the rest of the layer, or the next one, reads."""
-        evaluate.run(ops, self.config, weights, values)
-        wanted = live(rest, frozenset({"x"}))
-        for name in values.keys() - wanted:
+        """Executes ``ops`` and keeps what the rest of the layer, or later ones, read."""
+        values, kv = chunk
+        evaluate.run(ops, self.config, weights, values, kv=kv)
+        for name in values.keys() - live(rest, self._handed_on):
             del values[name]
+        kv.keep(self._owners)
 
     @contextmanager
     def _naming(self, role: str) -> Iterator[None]:
@@ -371,6 +377,13 @@ class Quantizer:
             raise QuantizeError(
                 f"{self._name(role)}: its inputs on the calibration text are not all finite numbers"
             )
+
+
+class _Chunk(NamedTuple):
+    """Samples on their way through the layers."""
+
+    values: Values
+    kv: WholeSequences  # keys and values that later layers read
 
 
 class _Weights(Mapping[str, Float32]):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from engine.states import HashedStates, WrongContent
 from octavo.engine.clock import Clock, VirtualClock
 from octavo.engine.engine import Engine
 from octavo.engine.step_time import StepTimePredictor
@@ -168,14 +169,10 @@ class FakeSampler:
         return [TokenLogprobs(token, -1.0, 1, ()) for token in token_ids]
 
 
-class WrongContent(BaseException):
-    """No `Exception`, so that the engine does not take it for a failed step."""
-
-
 class CheckingExecutor:
     """Keeps in every slot of every block a hash of all the tokens up to there, and checks before
-    each query that every key it sees is the one its own tokens demand. A state is a hash of the
-    tokens that it was brought through, one by one; page i of it holds that hash + i.
+    each query that every key it sees is the one its own tokens demand. States are
+    `HashedStates`.
     """
 
     def __init__(
@@ -201,7 +198,8 @@ class CheckingExecutor:
         self.steps = 0
         numbers = max(kv_layout.block_size, kv_layout.block_bytes // 8)
         self.content = np.zeros((num_blocks, numbers), dtype=np.int64)
-        self.log: dict[int, int] = {}  # the token of each row
+        pages = kv_layout.state_blocks
+        self.states = HashedStates(self.content, pages, self._hash) if pages else None
         self.scheduler: Scheduler | None = None
         self._prefixes: dict[int, tuple[Seq, list[int]]] = {}
 
@@ -278,7 +276,15 @@ class CheckingExecutor:
                 assert len(draft) < seq.num_to_come
             hashes = self.expected(seq, draft)
             spans.append((slot, start, stop, hashes))
-        states = self._advance_states(batch, [(start, hashes) for _, start, _, hashes in spans])
+        states: list[list[tuple[Int32, int]]] = [[] for _ in spans]
+        assert (batch.state is None) == (self.states is None)
+        if self.states is not None and batch.state is not None:
+            before = [int(hashes[start - 1]) if start else 0 for _, start, _, hashes in spans]
+            states = self.states.advance(
+                batch.state, batch.seq_offsets, batch.token_ids, before, kv.pool
+            )
+            written = {page for each in states for pages, _ in each for page in pages.tolist()}
+            assert not written & {*batch.block_tables[:, batch.seq_slots].ravel().tolist()}
         for index, (slot, start, stop, hashes) in enumerate(spans):
             if (crash == "half" or self.poison in batch.token_ids) and index % 2:
                 continue  # a crash may leave a step half done
@@ -289,7 +295,8 @@ class CheckingExecutor:
                         raise WrongContent(f"position {position} is written to block {block}")
                     self.content[block, position % size] = hashes[position] + group
             for pages, state in states[index]:
-                self.content[pages, 0] = state + np.arange(len(pages))
+                assert self.states is not None
+                self.states.store(pages, state)
         if crash == "half" or self.poison in batch.token_ids:
             raise Crash("injected")
         for slot, start, stop, hashes in spans:
@@ -303,70 +310,6 @@ class CheckingExecutor:
                     raise WrongContent(f"positions {first} to {stop - 1} hold another prefix")
         self.during()
         return self._logits(len(batch.logits_rows))
-
-    def _advance_states(
-        self, batch: Batch, spans: Sequence[tuple[int, npt.NDArray[np.int64]]]
-    ) -> list[list[tuple[Int32, int]]]:
-        """Bring each span's state, read from its pages, through its tokens. Return, for each span,
-        pages and what is to be stored there.
-        """
-        if self.layout.state is None:
-            assert batch.state is None
-            return [[] for _ in spans]
-        assert batch.state is not None
-        pool, step = self.scheduler.kv.pool, batch.state
-        assert step.tables.shape[1] == self.layout.state.pages
-        assert step.stores.tolist() == sorted(step.stores.tolist())
-        assert len(step.log) == batch.num_tokens
-        assert len(step.pending_offsets) == len(spans) + 1
-        assert step.pending_offsets[-1] == len(step.pending)
-        logged = [row for row in step.log.tolist() if row >= 0]
-        assert len({*logged}) == len(logged)
-        assert not {*logged} & {*step.pending.tolist()}
-        read: list[set[int]] = []
-        stored: list[list[tuple[Int32, int]]] = []
-        for index, (start, hashes) in enumerate(spans):
-            value = 0
-            read.append(set())
-            if step.reads[index] >= 0:
-                pages = step.tables[step.reads[index]]
-                read[-1].update(pages.tolist())
-                assert (pages >= 0).all()
-                assert len(read[-1]) == len(pages)
-                values = self.content[pages, 0] - np.arange(len(pages))
-                if (values != values[0]).any():
-                    raise WrongContent(f"the pages of span {index} are of several states")
-                value = int(values[0])
-            begin, end = step.pending_offsets[index : index + 2]
-            passed = [value]
-            for row in step.pending[begin:end].tolist():
-                passed.append(self._hash(passed[-1], self.log[row]))
-            if passed[-1] != (hashes[start - 1] if start else 0):
-                raise WrongContent(f"the state of span {index} is not behind position {start - 1}")
-            for token in batch.token_ids[batch.seq_offsets[index] : batch.seq_offsets[index + 1]]:
-                passed.append(self._hash(passed[-1], int(token)))
-            stored.append(
-                [
-                    (step.tables[row], passed[applied])
-                    for span, applied, row in step.stores.tolist()
-                    if span == index
-                ]
-            )
-        written: set[int] = set()
-        for index, each in enumerate(stored):
-            for pages, _ in each:
-                for page in pages.tolist():
-                    if page < 0 or pool.refs[page] != 1 or pool.contents[page] or page in written:
-                        raise WrongContent(f"a state is written to block {page}")
-                    if any(page in pages for at, pages in enumerate(read) if at != index):
-                        raise WrongContent(f"block {page} is written while another span reads it")
-                    written.add(page)
-        tables = batch.block_tables[:, batch.seq_slots]
-        assert not written & {*tables.ravel().tolist()}
-        for row, token in zip(step.log.tolist(), batch.token_ids.tolist(), strict=True):
-            if row >= 0:
-                self.log[row] = token
-        return stored
 
     def _logits(self, total: int) -> StepResult:
         size = self.slice_rows

@@ -699,7 +699,6 @@ class KvCache:
         if (self.num_tokens > self.num_blocks * self.block_size).any():
             raise RuntimeError("a sequence has more tokens than slots")
 
-
     def _block(self, group: int, slot: int, position: int) -> int:
         if (page := group - len(self._windows)) < 0:
             return int(self.tables[group, slot, position])

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +79,9 @@ class StateCache:
         self._pending: dict[int, list[int]] = {}  # rows of the log, the oldest first
         self._rolling: dict[int, Node] = {}
         self._wanted: dict[int, int] = {}  # positions of shared prefixes without a snapshot
-        self._parts: dict[int, _Part] = {}  # of the step under way, where commit has something to do
+        self._parts: dict[
+            int, _Part
+        ] = {}  # of the step under way, where commit has something to do
         self._branches: dict[int, tuple[int, list[int]]] = {}  # by row: its slot, its log rows
         # Rows 2 * slot and 2 * slot + 1 are a slot's pages and those that it writes instead; the
         # rest are snapshots of the step.
@@ -320,9 +321,7 @@ class StateCache:
         if (kind := part.snapshots.get(part.end)) is not None:
             self._busy[slot] |= self._enter(slot, node_at(part.end), self._pages[slot], kind)
 
-    def _enter(
-        self, slot: int, node: Node | None, pages: list[int], kind: SnapshotKind
-    ) -> bool:
+    def _enter(self, slot: int, node: Node | None, pages: list[int], kind: SnapshotKind) -> bool:
         if node is None or not self.snapshots.enter(node, pages, kind):
             return False
         if (last := self._rolling.get(slot)) is not None:

@@ -27,7 +27,7 @@ from octavo.kv_cache.layout import KvLayout, peak_of_window
 from octavo.kv_cache.prefix_index import Hash, Node, PrefixIndex, chain_hash
 from octavo.kv_cache.prefix_lookup import NO_HIT, Hit, PrefixLookup
 from octavo.kv_cache.snapshots import Snapshots
-from octavo.kv_cache.state import StateCache
+from octavo.kv_cache.state_cache import StateCache
 
 Int32 = npt.NDArray[np.int32]
 

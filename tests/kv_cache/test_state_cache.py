@@ -288,6 +288,33 @@ def test_a_branch_that_is_followed_is_applied() -> None:
     assert len(texts.state.free_log_rows) == 16
 
 
+def test_a_draft_in_the_making_leaves_the_state_alone() -> None:
+    texts = Texts(num_blocks=12)
+    slot = texts.ready(ids(6))
+    texts.decode(slot, drafts={slot: [40, 41, 42]}, right={slot: 2})
+    slots, offsets = np.array([slot], np.int32), np.array([0, 1], np.int32)
+    value = 0
+    for token in texts.tokens[slot][:-1]:
+        value = hashed(value, token)
+    kept = texts.content[[*texts.state.pages_of(slot)]].copy()
+    assert texts.state.lend(slot)
+    for token in (texts.tokens[slot][-1], 60, 61):
+        batch = texts.state.draft(slots, first=token == 7)
+        assert batch.pending.size == (2 if token == 7 else 0)
+        ((stored,),) = texts.hashes.advance(
+            batch, offsets, np.array([token], np.int32), [value], texts.kv.pool
+        )
+        texts.hashes.store(*stored)
+        value = hashed(value, token)
+    texts.kv.check()
+    texts.state.give_back(slot)
+    assert np.array_equal(texts.content[[*texts.state.pages_of(slot)]], kept)
+    texts.decode(slot)
+    other = texts.ready(ids(8, 100))
+    assert not texts.state.lend(slot), "no pages are left"
+    texts.close(other)
+
+
 def test_forks_write_states_of_their_own() -> None:
     texts = Texts()
     slot = texts.open(ids(6))

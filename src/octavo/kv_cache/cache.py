@@ -26,7 +26,7 @@ from octavo.kv_cache.events import DEVICE, EventQueue, Subscriber
 from octavo.kv_cache.layout import KvLayout, peak_of_window
 from octavo.kv_cache.prefix_index import Hash, Node, PrefixIndex, chain_hash
 from octavo.kv_cache.prefix_lookup import NO_HIT, Hit, PrefixLookup
-from octavo.kv_cache.snapshots import Snapshots
+from octavo.kv_cache.snapshots import SnapshotKind, Snapshots
 from octavo.kv_cache.state_cache import StateCache
 
 Int32 = npt.NDArray[np.int32]
@@ -87,6 +87,7 @@ class KvCache:
         self._max_branches = max_branches
         self._state_snapshots = state_snapshots if enable_prefix_caching else 0.0
         self._state_log_rows = state_log_rows
+        self.num_restored_states = 0  # of sequences that have begun with a snapshot
         self._num_blocks = num_blocks
         self._hasher = hasher
         self.clear()
@@ -190,6 +191,11 @@ class KvCache:
         held = sum(end - first[slot] for first in self._first) - self.num_to_load(slot)
         return held + (0 if self.state is None else self.state.held_blocks(slot))
 
+    def count_snapshots(self) -> dict[str, int]:
+        """Return how many snapshots of recurrent layers' states the pool has, by kind."""
+        state = self.state
+        return {kind.value: state.snapshots.count(kind) if state else 0 for kind in SnapshotKind}
+
     def waste(self) -> float:
         """Return allocated but unfilled positions ÷ allocated ones (0 if none is allocated)."""
         states = 0 if self.state is None else self.state.num_blocks
@@ -260,6 +266,7 @@ class KvCache:
         if self.state is not None:
             self.state.open(slot, nodes[-1] if count else None, hit.wanted)
             if count:
+                self.num_restored_states += 1
                 first_page = len(self._windows)
                 to_load.extend(
                     (count - 1, nodes[-1], first_page + page)
@@ -395,6 +402,8 @@ class KvCache:
         """
         if self.capacity(slot) < count:
             return False
+        if self.state is not None:
+            self.state.reserve(slot)
         size = self.block_size
         start = int(self.num_tokens[slot])
         self._leave_window(slot, start)
@@ -414,8 +423,6 @@ class KvCache:
             blocks = [self._allocate() for _ in range((end - held) * groups)]
             self.tables[:, slot, held:end] = np.array(blocks).reshape(-1, groups).T
             self.num_blocks[slot] = end
-        if self.state is not None:
-            self.state.reserve(slot)
         return True
 
     def take_copies(self) -> Int32:

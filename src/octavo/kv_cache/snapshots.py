@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from enum import Enum, auto
+from enum import StrEnum
 
 from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.connectors.manager import ConnectorManager
 from octavo.kv_cache.prefix_index import Node, PrefixIndex
 
 
-class SnapshotKind(Enum):
-    ROLLING = auto()  # a running sequence's last one, until it has the next
-    KEPT = auto()
+class SnapshotKind(StrEnum):
+    ROLLING = "rolling"  # a running sequence's last one, until it has the next
+    KEPT = "kept"
 
 
 class Snapshots:

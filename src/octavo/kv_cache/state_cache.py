@@ -83,9 +83,10 @@ class StateCache:
             int, _Part
         ] = {}  # of the step under way, where commit has something to do
         self._branches: dict[int, tuple[int, list[int]]] = {}  # by row: its slot, its log rows
-        # Rows 2 * slot and 2 * slot + 1 are a slot's pages and those that it writes instead; the
-        # rest are snapshots of the step.
-        self._tables: Int32 = np.full(((2 + _MOST_STORES) * max_seqs, num_pages), -1, np.int32)
+        self._scratch: dict[int, list[int]] = {}  # pages of drafts that are being made
+        # By slot: its pages, behind them those that it writes instead, then those of its drafts;
+        # the rest are snapshots of the step.
+        self._tables: Int32 = np.full(((3 + _MOST_STORES) * max_seqs, num_pages), -1, np.int32)
         self._reads: Int32 = np.full(max_seqs + max_branches, -1, np.int32)  # rows of the tables
         self._stores: Int32 = np.full(max_seqs, -1, np.int32)
         self._busy = np.zeros(max_seqs, np.bool_)  # it may have content, or has writes or pending
@@ -117,7 +118,7 @@ class StateCache:
     def put_page(self, slot: int, page: int, block: int) -> None:
         """Enter a page that has been loaded."""
         self._pages[slot][page] = block
-        self._tables[2 * slot, page] = block
+        self._tables[slot, page] = block
 
     def needed_by_others(self, node: Node) -> int:
         """Return the blocks that `open` takes for sequences whose state the node's snapshot is."""
@@ -167,6 +168,7 @@ class StateCache:
             for _, pages in part.kept:
                 self._release(pages)
             self.free_log_rows += part.log
+        self.give_back(slot)
         self._release(self._writes.pop(slot, ()))
         self._release(self._pages[slot])
         self._set_pages(slot, [])
@@ -193,7 +195,7 @@ class StateCache:
             self._take_writes(slot)
         elif missing < 0:
             self._release(self._writes.pop(slot))
-            self._stores[slot] = 2 * slot
+            self._stores[slot] = slot
 
     def plan(
         self, slots: Int32, offsets: Int32, num_decodes: int, totals: Sequence[int]
@@ -218,7 +220,7 @@ class StateCache:
             total = None if span < num_decodes else totals[span - num_decodes]
             part = self.begin(int(own[span]), int(ends[span]), int(certain[span]), total)
             for position, pages in part.kept:
-                row = 2 * len(self._pages) + len(extra)
+                row = 3 * len(self._pages) + len(extra)
                 self._tables[row] = pages
                 extra.append((span, position - part.start, row))
             if drafts := int(sizes[span] - certain[span]):
@@ -352,6 +354,40 @@ class StateCache:
         _, rows = self._branches.pop(row)
         self.free_log_rows += rows
 
+    # Drafts in the making: passes over one token of each slot, before the step
+
+    def lend(self, slot: int) -> bool:
+        """Take pages for the states behind a draft's tokens; return False if not as many are
+        free.
+        """
+        if slot not in self._scratch:
+            if self._pool.num_free < self.num_pages:
+                return False
+            pages = self._scratch[slot] = self._take()
+            self._tables[2 * len(self._pages) + slot] = pages
+        return True
+
+    def give_back(self, slot: int) -> None:
+        """Take back what `lend` gave, if it did."""
+        self._release(self._scratch.pop(slot, ()))
+
+    def draft(self, slots: Int32, *, first: bool) -> StateBatch:
+        """Return the states of a pass. The ``first`` reads those of the slots, and none changes
+        them.
+        """
+        count = len(slots)
+        scratch = 2 * len(self._pages) + slots
+        num_pending = self._num_pending[slots] if first else np.zeros(count, np.int32)
+        ones, spans = np.ones(count, np.int32), np.arange(count, dtype=np.int32)
+        return StateBatch(
+            self._tables,
+            self._reads[slots] if first else scratch,
+            np.stack([spans, num_pending + ones, scratch], axis=1),
+            np.concatenate(([0], np.cumsum(num_pending)), dtype=np.int32),
+            self._pending_of(slots) if first else _NONE,
+            self._no_rows(count),
+        )
+
     # Inside
 
     def _take(self) -> list[int]:
@@ -359,15 +395,15 @@ class StateCache:
 
     def _take_writes(self, slot: int) -> None:
         writes = self._writes[slot] = self._take()
-        self._tables[2 * slot + 1] = writes
-        self._stores[slot] = 2 * slot + 1
+        self._stores[slot] = len(self._pages) + slot
+        self._tables[self._stores[slot]] = writes
         self._busy[slot] = True
 
     def _set_pages(self, slot: int, pages: list[int]) -> None:
         self._pages[slot] = pages
-        self._stores[slot] = 2 * slot
-        self._reads[slot] = 2 * slot if pages else -1
-        self._tables[2 * slot] = pages or -1
+        self._stores[slot] = slot
+        self._reads[slot] = slot if pages else -1
+        self._tables[slot] = pages or -1
 
     def _release(self, pages: Iterable[int]) -> None:
         for page in pages:
@@ -398,7 +434,7 @@ class StateCache:
     def held(self) -> Iterable[int]:
         """Iterate over every reference to a page."""
         kept = (pages for part in self._parts.values() for _, pages in part.kept)
-        lists = chain(self._pages, self._writes.values(), kept)
+        lists = chain(self._pages, self._writes.values(), self._scratch.values(), kept)
         return (page for page in chain.from_iterable(lists) if page >= 0)
 
     def check(self) -> None:

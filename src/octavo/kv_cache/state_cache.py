@@ -241,14 +241,19 @@ class StateCache:
             stores = stores[np.lexsort((stores[:, 1], stores[:, 0]))]
         pending_offsets = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(self._num_pending[slots], out=pending_offsets[1:])
-        return StateBatch(
-            self._tables,
-            self._reads[slots],
-            stores,
-            pending_offsets,
-            self._pending_of(slots) if pending_offsets[-1] else _NONE,
-            log,
-        )
+        pending = self._pending_of(slots) if pending_offsets[-1] else _NONE
+        return self._batch(self._reads[slots], stores, pending_offsets, pending, log)
+
+    def _batch(
+        self, reads: Int32, stores: Int32, pending_offsets: Int32, pending: Int32, log: Int32
+    ) -> StateBatch:
+        """Return a step's states with the rows of the tables that it has to do with."""
+        used, places = np.unique(np.concatenate((reads, stores[:, 2])), return_inverse=True)
+        first = int(np.count_nonzero(used < 0))  # a span that reads nothing
+        places = (places - first).astype(np.int32)
+        stores[:, 2] = places[len(reads) :]
+        tables = self._tables[used[first:]]
+        return StateBatch(tables, places[: len(reads)], stores, pending_offsets, pending, log)
 
     def begin(self, slot: int, end: int, certain: int = 1, total: int | None = None) -> _Part:
         """Plan a slot's part in a step: where it writes, and which snapshots it leaves. ``end``,
@@ -379,8 +384,7 @@ class StateCache:
         scratch = 2 * len(self._pages) + slots
         num_pending = self._num_pending[slots] if first else np.zeros(count, np.int32)
         ones, spans = np.ones(count, np.int32), np.arange(count, dtype=np.int32)
-        return StateBatch(
-            self._tables,
+        return self._batch(
             self._reads[slots] if first else scratch,
             np.stack([spans, num_pending + ones, scratch], axis=1),
             np.concatenate(([0], np.cumsum(num_pending)), dtype=np.int32),

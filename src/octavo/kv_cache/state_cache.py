@@ -248,9 +248,9 @@ class StateCache:
         self, reads: Int32, stores: Int32, pending_offsets: Int32, pending: Int32, log: Int32
     ) -> StateBatch:
         """Return a step's states with the rows of the tables that it has to do with."""
-        used, places = np.unique(np.concatenate((reads, stores[:, 2])), return_inverse=True)
+        used, inverse = np.unique(np.concatenate((reads, stores[:, 2])), return_inverse=True)
         first = int(np.count_nonzero(used < 0))  # a span that reads nothing
-        places = (places - first).astype(np.int32)
+        places: Int32 = (inverse - first).astype(np.int32)
         stores[:, 2] = places[len(reads) :]
         tables = self._tables[used[first:]]
         return StateBatch(tables, places[: len(reads)], stores, pending_offsets, pending, log)

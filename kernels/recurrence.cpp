@@ -167,15 +167,16 @@ void Recurrence::validate(const StepBatch &batch) const {
         check_range("pending row of the log", step.pending[i], 0, state_.log_rows - 1);
     for (int64_t t = 0; t < batch.tokens; ++t)
         check_range("row of the log", step.log[t], -1, state_.log_rows - 1);
+    // Several sequences that go on from one state apply the same rows; none may be written meanwhile.
     bool twice = false;
-    const auto mark_row = [&](int32_t row) { twice |= std::exchange(log_marks_[size_t(row)], 1); };
-    std::for_each_n(step.pending, step.num_pending, mark_row);
+    for (int64_t i = 0; i < step.num_pending; ++i)
+        log_marks_[size_t(step.pending[i])] = 1;
     for (int64_t t = 0; t < batch.tokens; ++t)
         if (step.log[t] >= 0)
-            mark_row(step.log[t]);
+            twice |= std::exchange(log_marks_[size_t(step.log[t])], 1) != 0;
     std::fill(log_marks_.begin(), log_marks_.end(), uint8_t(0));
     if (twice)
-        refuse("a row of the log is in the batch twice");
+        refuse("a row of the log is written twice, or written and applied");
     for (int64_t s = 0; s < batch.seqs; ++s) {
         const std::string sequence = "sequence " + text(s);
         const int64_t pending = int64_t(step.pending_offsets[s + 1]) - step.pending_offsets[s];

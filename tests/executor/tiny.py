@@ -13,8 +13,9 @@ from octavo.loader.dequantize import dequantize as dequantize_blocks
 from octavo.loader.gguf import BLOCKS
 from octavo.models import families
 from octavo.models.build import Builder
-from octavo.models.config import Activation, Experts, Layer, ModelConfig, Rope
+from octavo.models.config import UNROTATED, Activation, Experts, Layer, ModelConfig, Rope
 from octavo.models.program import Program
+from octavo.models.recurrence_shape import ShortConvShape
 
 Floats = npt.NDArray[np.float64]
 
@@ -25,8 +26,8 @@ SPARSE = ("mixtral", "qwen3moe")
 
 
 def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) -> ModelConfig:
-    """Two query heads a KV head, three layers; gemma3 has a window of 20 on two of them. Sparse
-    families have ``experts`` in all.
+    """Two query heads a KV head, three layers; gemma3 has a window of 20 on two of them, and lfm2
+    convolutions in place of attention. Sparse families have ``experts`` in all.
     """
     rope = Rope(theta=10000.0, dim=changes.get("head_dim", 16), interleaved=family == "llama")
     values: dict[str, Any] = {
@@ -46,6 +47,9 @@ def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) ->
     }
     if family in SPARSE:
         values["layers"] = (Layer(rope, experts=experts),) * 3
+    if family == "lfm2":  # a state of two pages of 16 tokens
+        conv = Layer(UNROTATED, recurrence=ShortConvShape(64, 7))
+        values["layers"] = (conv, Layer(rope), conv)
     if family == "gemma3":
         far = Rope(theta=1e6, dim=rope.dim, interleaved=False, scale=0.125)
         values |= {

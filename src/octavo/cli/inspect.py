@@ -12,6 +12,7 @@ from octavo.cli.console import json_text
 from octavo.cli.fold import show_report
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, named_flags, takes
 from octavo.machine.memory import as_size
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
@@ -136,6 +137,9 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         "kv_bytes_per_token": layout.bytes_per_token,
         "kv_held_bytes_per_token": layout.held_bytes_per_token,
         "kv_block_bytes": layout.block_bytes,
+        "recurrent_layers": sum(layer.recurrence is not None for layer in config.layers),
+        "state_bytes": 0 if layout.state is None else layout.state.payload_bytes,
+        "state_held_bytes": layout.state_blocks * layout.block_bytes,
         "tokenizer": tokenizer.kind,
         "bos_token": tokenizer.bos_token_id,
         "stop_tokens": {
@@ -289,6 +293,12 @@ def as_text(facts: dict[str, Any]) -> str:
         f"kv cache    {facts['kv_bytes_per_token']:,} bytes a token ({facts['kv_cache_dtype']})"
         f"{_padding(facts)}",
     ]
+    if facts["recurrent_layers"]:
+        lines.append(
+            f"state       {as_size(facts['state_held_bytes'])} a sequence for "
+            f"{plural(facts['recurrent_layers'], 'recurrent layer')}: "
+            f"{facts['state_bytes']:,} bytes in whole blocks"
+        )
     if "does_not_fit" in here:
         lines.append(f"here        does not fit: {named_flags(here['does_not_fit'])}")
     else:

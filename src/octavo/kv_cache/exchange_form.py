@@ -18,8 +18,9 @@ By number format, the code bytes of one token on one head are:
 Codes are of rotated rows, as kernels/kernels.h says. The packed form of the native executor, which
 `from_exchange` makes and `to_exchange` reads, is described there as well.
 
-A page of the state of recurrent layers has one form only, fp32 in the tiles that
-kv_cache/state_layout.py describes; `state_arrays` and `state_pages` read and write it.
+A page of the state of recurrent layers, page i of which stands behind the groups as group G + i, is
+exchanged as its units: fp32 in the tiles that kv_cache/state_layout.py describes. The packed form
+only adds padding. `state_arrays` and `state_pages` read and write whole states.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _TILE = 16  # tokens in a tile of the packed form
 
 def exchange_bytes(layout: KvLayout, group: int) -> int:
     """Return the bytes of one block of a group in the exchange form."""
+    if layout.state is not None and group >= len(layout.groups):
+        return layout.state.units_per_page * layout.state.unit_bytes
     return _num_rows(layout, layout.groups[group]) * _row_bytes(layout, layout.groups[group])
 
 
@@ -47,9 +50,12 @@ def to_exchange(layout: KvLayout, group: int, packed: Bytes) -> Bytes:
     """Convert blocks of a group, ``packed`` [blocks, block_bytes] as the native executor exports
     them, to the exchange form [blocks, exchange_bytes]. Padding is dropped.
     """
-    of, blocks = layout.groups[group], len(packed)
+    blocks = len(packed)
     if packed.shape != (blocks, layout.block_bytes):
         raise ValueError(f"blocks of {packed.shape[1:]} bytes, not {layout.block_bytes}")
+    if group >= len(layout.groups):
+        return packed[:, : exchange_bytes(layout, group)]
+    of = layout.groups[group]
     parts = _parts(layout, of, blocks)
     used = packed[:, : layout.group_bytes(of)]
     per_head = used.reshape(blocks, len(of.layers), of.kv_heads, -1)
@@ -67,7 +73,12 @@ def from_exchange(layout: KvLayout, group: int, data: Bytes) -> Bytes:
     """Convert blocks of a group, ``data`` [blocks, exchange_bytes], to blocks that the native
     executor can import.
     """
-    of, blocks = layout.groups[group], len(data)
+    blocks = len(data)
+    packed = np.zeros((blocks, layout.block_bytes), np.uint8)
+    if group >= len(layout.groups):
+        packed[:, : exchange_bytes(layout, group)] = data
+        return packed
+    of = layout.groups[group]
     outer, num_rows = _rows(layout, of, blocks)[:-1], _num_rows(layout, of)
     codes, scales = (
         part.reshape(*outer[:2], 2, *outer[2:], part.size // (blocks * num_rows))
@@ -84,7 +95,6 @@ def from_exchange(layout: KvLayout, group: int, data: Bytes) -> Bytes:
         .reshape(*shape[:3], np.prod(shape[3:]))
         for part, (shape, axes) in zip(rows, _parts(layout, of, blocks), strict=True)
     ]
-    packed = np.zeros((blocks, layout.block_bytes), np.uint8)
     packed[:, : layout.group_bytes(of)] = np.concatenate(tiled, -1).reshape(blocks, -1)
     return packed
 

@@ -59,6 +59,7 @@ class StateLayout:
     parts: tuple[StatePart, ...]
     unit_bytes: int
     units_per_page: int
+    row_bytes: int  # of the inputs that a token has in all recurrent layers: a row of the log
 
     @property
     def pages(self) -> int:
@@ -102,7 +103,8 @@ class StateLayout:
             parts.append(StatePart(layer, heads, depth, width, is_matrix, first, tiles))
             first += parts[-1].num_units
         units_per_page = _page_bytes(kv_bytes, unit_bytes) // unit_bytes
-        return StateLayout(tuple(parts), unit_bytes, units_per_page)
+        row_bytes = 4 * sum(shape.channels + shape.gates for shape in recurrences.values())
+        return StateLayout(tuple(parts), unit_bytes, units_per_page, row_bytes)
 
 
 def _page_bytes(kv_bytes: int, unit_bytes: int) -> int:

@@ -31,6 +31,7 @@ from octavo.kv_cache.layout import (
     lengths_by_kind,
     peak_of_window,
 )
+from octavo.kv_cache.state_layout import StateLayout
 from octavo.loader.base import WeightFormat
 from octavo.loader.rounding import FLOATS, QUANTIZATIONS
 from octavo.models.config import ModelConfig
@@ -81,14 +82,17 @@ class KvCacheSize:
     dtype: KvDtype
     block_size: int
     longest: int  # the model's context, by which layers are divided into groups
+    state: StateLayout | None = None  # of recurrent layers, for each sequence
 
     @staticmethod
     def of(
         model: ModelConfig, context: int, users: int, dtype: KvDtype, block_size: int = 16
     ) -> KvCacheSize:
+        state = KvLayout.of(model, block_size, dtype).state
         counts = {kind: len(layers) for kind, layers in layers_by_kind(model).items()}
         longest = model.context_length
-        return KvCacheSize.made_of(counts, context, users, dtype, block_size, longest)
+        made = KvCacheSize.made_of(counts, context, users, dtype, block_size, longest)
+        return replace(made, state=state)
 
     @staticmethod
     def made_of(
@@ -135,9 +139,10 @@ class KvCacheSize:
         layers = Counter[KvKind]()
         for kind in self.kinds:
             layers[KvKind(kind.window, count, kind.head_dim)] += kind.layers
-        return KvCacheSize.made_of(
+        made = KvCacheSize.made_of(
             layers, self.context, self.users, self.dtype, self.block_size, self.longest
         )
+        return replace(made, state=self.state)
 
     @property
     def alike(self) -> bool:
@@ -191,21 +196,31 @@ class KvCacheSize:
     @property
     def padding(self) -> int:
         """Bytes that keys in whole words and odd heads leave unused; usually none."""
-        return self.bytes - self.numbers - self.scales
+        return self.bytes - self.numbers - self.scales - self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of recurrent layers, without padding."""
+        return 0 if self.state is None else self.state.payload_bytes * self.users
+
+    @property
+    def state_paged_bytes(self) -> int:
+        """The same in whole blocks."""
+        return 0 if self.state is None else self.state.pages * self._block_bytes * self.users
 
     @property
     def bytes(self) -> int:
-        return sum(map(self.kind_bytes, self.kinds))
+        return sum(map(self.kind_bytes, self.kinds)) + self.state_bytes
 
     @property
     def without_windows(self) -> int:
         """What it would take if every layer kept the whole context."""
-        return self.bytes_per_token * self.context * self.users
+        return self.bytes_per_token * self.context * self.users + self.state_bytes
 
     @property
     def paged_bytes(self) -> int:
         """In whole blocks, as the engine holds it."""
-        return sum(map(self.kind_paged_bytes, self.kinds))
+        return sum(map(self.kind_paged_bytes, self.kinds)) + self.state_paged_bytes
 
     @property
     def block_padding(self) -> int:
@@ -216,7 +231,7 @@ class KvCacheSize:
             kind.layers * kind.blocks * self.block_size * self.token_bytes(kind)
             for kind in self.kinds
         )
-        return self.paged_bytes - sum(slots) * self.users
+        return self.paged_bytes - self.state_paged_bytes - sum(slots) * self.users
 
     @property
     def bytes_per_token(self) -> int:
@@ -309,7 +324,9 @@ class KvCacheSize:
             )
         if self.padding:
             lines.append(f"keys in whole words: {self.padding:,} bytes")
-        if self.scales or self.padding:
+        if self.state_bytes:
+            lines.append(f"states of recurrent layers: {self.state_bytes:,} bytes")
+        if self.scales or self.padding or self.state_bytes:
             lines.append(f"together: {self.bytes:,} bytes")
         return lines
 
@@ -317,9 +334,14 @@ class KvCacheSize:
         return kind.layers * kind.kept * self.token_bytes(kind) * self.users
 
     def kind_paged_bytes(self, kind: LayerKind) -> int:
+        blocks = kind.layers // kind.layers_per_group * kind.blocks
+        return blocks * self._block_bytes * self.users
+
+    @property
+    def _block_bytes(self) -> int:
         largest = max(each.layers_per_group * self.token_bytes(each) for each in self.kinds)
-        slots = kind.layers // kind.layers_per_group * kind.blocks * self.block_size
-        return slots * largest * self.users
+        size = largest * self.block_size
+        return size if self.state is None else self.state.page_bytes(size)
 
 
 def kv_cache_bytes(

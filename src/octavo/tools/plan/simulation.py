@@ -194,6 +194,7 @@ def simulated_engine(setup: Setup) -> Engine:
         )
     limits = config.limits(
         plan.max_model_len,
+        layout,
         enable_prefix_caching=config.enable_prefix_caching and setup.memory == "paged",
         batching=setup.batching,
         memory=setup.memory,

@@ -368,7 +368,9 @@ def transformers_fp8(source: Path, target: Path, block: tuple[int, int] | None) 
 def compressed_floats(source: Path, target: Path, layout: str) -> Matrices:
     """With the compressors of compressed-tensors 0.12: scales of outputs, and NVFP4."""
     from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.quantized_compressors import nvfp4_quantized
     from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
 
     fp4 = layout == "nvfp4-pack-quantized"
     weights: dict[str, Any] = {"type": "float", "symmetric": True}
@@ -392,7 +394,10 @@ def compressed_floats(source: Path, target: Path, layout: str) -> Matrices:
         scales = (local / 6 * whole).to(torch.float8_e4m3fn)
         parts = compressor.compress_weight(weight, scales.float(), whole, args)
         parts |= {"weight_scale": scales, "weight_global_scale": whole}
-        values = compressor.decompress_weight(parts | {"weight_scale": scales.float()}, args)
+        # What its decompress_weight does, in float32.
+        packed = parts["weight_packed"]
+        numbers = nvfp4_quantized.unpack_fp4_from_uint8(packed, *weight.shape, torch.float32)
+        values = dequantize(numbers, scales.float(), global_scale=whole, dtype=torch.float32)
         return values, parts | {"input_global_scale": torch.tensor([3.0])}
 
     inputs = {"num_bits": weights["num_bits"], "type": "float", "dynamic": not fp4 or "local"}

@@ -51,7 +51,7 @@ def test_logits(name: str, isa: str, tmp_path: Path) -> None:
     _, ids, expected = reference(name)
     checkpoint = load(quantized_folder(name, tmp_path / name))
     got = run(checkpoint, isa, ids, [40, 1])
-    assert_close(got[-len(expected) :], expected, DYNAMIC)
+    assert_close(np.abs(got[-len(expected) :] - expected) / expected.std(), DYNAMIC)
     # Same bits however it is cut, and on however many threads.
     assert np.array_equal(run(checkpoint, isa, ids, [len(ids)], threads=2), got)
 

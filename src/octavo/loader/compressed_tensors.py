@@ -126,6 +126,10 @@ class CompressedTensors(Layout):
             )
         if self.blocks and self.stored.dtype(self.name(module, "weight")) == "F8_E4M3":
             return self._float8(module, n, k)
+        if "input_scale" in module.tensors:
+            self.stored.refuse(
+                module.tensors["input_scale"], "is a scale fixed beforehand, of activations to int8"
+            )
         if "weight_packed" in module.tensors:
             return self._packed(module, n, k)
         return self._plain(module, n, k)

@@ -27,7 +27,7 @@ from octavo.models.config import (
     ModelConfig,
     Rope,
 )
-from octavo.models.families import HF_TYPES, HF_WRAPPERS
+from octavo.models.families import HF_TYPES, HF_WRAPPERS, LATENT
 from octavo.models.family import Key
 from octavo.models.hf_type import FULL, SLIDING, HfType
 from octavo.models.section import Section
@@ -116,6 +116,10 @@ class _Reader:
         whole = folder.json(CONFIG)
         model_type = Section(self.fail, whole).text("model_type")
         wrapper = HF_WRAPPERS.get(model_type)
+        if model_type in LATENT:
+            self.fail(
+                f"model_type {model_type!r} is not supported: latent attention is planned for only"
+            )
         if model_type not in HF_TYPES and wrapper is None:
             supported = ", ".join((*HF_TYPES, *HF_WRAPPERS))
             self.fail(f"model_type {model_type!r} is not supported; supported are {supported}")
@@ -217,8 +221,11 @@ class _Reader:
         }
         if (recurrent := self.family.recurrent) is not None and recurrent.layer_type in types:
             kinds[recurrent.layer_type] = Layer(rope, recurrence=recurrent.hf(self.count))
+        shared = 0
+        if self.has("shared_expert_intermediate_size"):
+            shared = self.count("shared_expert_intermediate_size")
         return tuple(
-            replace(kinds[kind], experts=experts)
+            replace(kinds[kind], experts=experts, shared_expert=shared if experts else 0)
             for kind, experts in zip(types, self.experts(), strict=True)
         )
 
@@ -236,7 +243,9 @@ class _Reader:
             return [None] * self.num_layers
         size = "moe_intermediate_size" if self.has("moe_intermediate_size") else "intermediate_size"
         experts = Experts(
-            self.count("num_local_experts"),
+            self.count(
+                "num_local_experts" if "num_local_experts" in self.values else "num_experts"
+            ),
             self.count("num_experts_per_tok"),
             self.count(size),
             self.section.flag("norm_topk_prob") if self.has("norm_topk_prob") else True,

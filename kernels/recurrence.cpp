@@ -167,7 +167,8 @@ void Recurrence::validate(const StepBatch &batch) const {
         check_range("pending row of the log", step.pending[i], 0, state_.log_rows - 1);
     for (int64_t t = 0; t < batch.tokens; ++t)
         check_range("row of the log", step.log[t], -1, state_.log_rows - 1);
-    // Several sequences that go on from one state apply the same rows; none may be written meanwhile.
+    // Several sequences that go on from one state apply the same rows; none may be written
+    // meanwhile.
     bool twice = false;
     for (int64_t i = 0; i < step.num_pending; ++i)
         log_marks_[size_t(step.pending[i])] = 1;

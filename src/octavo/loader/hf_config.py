@@ -30,6 +30,7 @@ from octavo.models.config import (
 from octavo.models.families import HF_TYPES, HF_WRAPPERS
 from octavo.models.family import Key
 from octavo.models.hf_type import FULL, SLIDING, HfType
+from octavo.models.refused import refusal
 from octavo.models.section import Section
 
 MAX_HEAD_DIM = 1024
@@ -71,9 +72,7 @@ def text_config(folder: HfFolder) -> dict[str, Any]:
     inner = outer.object("text_config")
     model_type = inner.text("model_type", wrapper.texts[0])
     if model_type not in wrapper.texts:
-        inner.fail(
-            f"model_type {model_type!r} is not supported; supported are {', '.join(wrapper.texts)}"
-        )
+        inner.fail(refusal("model_type", model_type, ", ".join(wrapper.texts)))
     for key in wrapper.passed_over:
         if inner.values.get(key) is not None:
             folder.note(
@@ -118,7 +117,7 @@ class _Reader:
         wrapper = HF_WRAPPERS.get(model_type)
         if model_type not in HF_TYPES and wrapper is None:
             supported = ", ".join((*HF_TYPES, *HF_WRAPPERS))
-            self.fail(f"model_type {model_type!r} is not supported; supported are {supported}")
+            self.fail(refusal("model_type", model_type, supported))
         file = text_config(folder)
         self.family, named = HF_TYPES[file["model_type"]]
         self.kind = kind_of(file)

@@ -26,6 +26,7 @@ from octavo.models.config import (
 )
 from octavo.models.families import ARCHITECTURES
 from octavo.models.family import Family, Windows
+from octavo.models.refused import refusal
 from octavo.models.rope import yarn_factors, yarn_magnitude
 
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
@@ -44,8 +45,7 @@ def model_config(file: GgufFile) -> ModelConfig:
     """The model's shape. Raises `CheckpointError` for what is missing, wrong or unsupported."""
     architecture = file.get("general.architecture", str)
     if architecture not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
-        file.fail(f"architecture {architecture!r} is not supported; supported are {supported}")
+        file.fail(refusal("architecture", architecture, ", ".join(ARCHITECTURES)))
     return _Reader(file, architecture).config()
 
 

@@ -11,7 +11,7 @@ from octavo.models.build import Builder
 from octavo.models.config import ModelConfig
 from octavo.models.family import Family, Key, Windows
 from octavo.models.hf_type import (
-    HEAD_DIM_ALWAYS,
+    HEAD_DIM,
     KV_HEADS,
     LLAMA_DEFAULTS,
     HfType,
@@ -72,7 +72,7 @@ FAMILY = Family(
             },
             computed={
                 "num_key_value_heads": KV_HEADS,
-                "head_dim": HEAD_DIM_ALWAYS,
+                "head_dim": HEAD_DIM,
                 "layer_types": Rule("sliding but every sliding_window_pattern-th", _types),
             },
         ),

@@ -37,7 +37,6 @@ HEAD_DIM = Rule(
     lambda values: values.count("hidden_size") // values.count("num_attention_heads"),
 )
 KV_HEADS = Rule("num_attention_heads", lambda values: values.count("num_attention_heads"))
-HEAD_DIM_ALWAYS = HEAD_DIM._replace(always=True)
 USED_WINDOW = Rule(
     "sliding_window if use_sliding_window",
     lambda values: values.values["sliding_window"] if values.flag("use_sliding_window") else None,

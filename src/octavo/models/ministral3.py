@@ -10,14 +10,7 @@ from typing import Any
 
 from octavo.models import llama
 from octavo.models.family import TOWERS, Family
-from octavo.models.hf_type import (
-    HEAD_DIM,
-    KV_HEADS,
-    LLAMA_DEFAULTS,
-    HfType,
-    HfWrapper,
-    Rule,
-)
+from octavo.models.hf_type import LLAMA_DEFAULTS, HfType, HfWrapper, Rule
 from octavo.models.section import Section
 
 _BETA = "llama_4_scaling_beta"
@@ -60,11 +53,7 @@ FAMILY = Family(
                 "rms_norm_eps": 1e-05,
                 "sliding_window": None,
             },
-            computed={
-                "num_key_value_heads": KV_HEADS,
-                "head_dim": HEAD_DIM,
-                "rope_parameters": Rule("YaRN from 16,384 tokens", _rope),
-            },
+            computed={"rope_parameters": Rule("YaRN from 16,384 tokens", _rope)},
             rope_keys=frozenset(
                 {_BETA, "original_max_position_embeddings", "max_position_embeddings"}
             ),

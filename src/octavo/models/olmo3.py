@@ -22,7 +22,11 @@ FAMILY = Family(
             model_type="olmo3",
             classes="Olmo3",
             tokenizer="",
-            defaults=olmo2.FAMILY.hf[0].defaults | {"sliding_window": 4096, "layer_types": None},
+            defaults={
+                **olmo2.FAMILY.hf[0].defaults,
+                "sliding_window": 4096,
+                "layer_types": None,
+            },
             computed={**olmo2.FAMILY.hf[0].computed, "layer_types": _TYPES},
             rope_theta={FULL: 5e5, SLIDING: 5e5},
             local_theta="",

@@ -60,10 +60,9 @@ void layer_norm(const float *x, const float *weight, float *out, int64_t n, floa
         });
         return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
     };
-    const float mean = total([&](Vec sum, int64_t at, int64_t count) {
-                           return sum + load_part(x + at, count);
-                       }) /
-                       float(n);
+    const float mean =
+        total([&](Vec sum, int64_t at, int64_t count) { return sum + load_part(x + at, count); }) /
+        float(n);
     const auto centred = [&](int64_t at, int64_t count) {
         return load_part(x + at, count) - Vec::set(mean);
     };
@@ -159,13 +158,15 @@ template <auto activate> void activated(const RowArguments &a) {
     activate(a.inputs[0], a.inputs[1], a.out, a.n);
 }
 
-// rms_norm: x / sqrt(mean(x²) + number) * weight. layer_norm: the same of x - mean(x). silu and gelu_tanh (the tanh approximation): of
-// the first input, times the second if there is one.
+// rms_norm: x / sqrt(mean(x²) + number) * weight. layer_norm: the same of x - mean(x). silu and
+// gelu_tanh (the tanh approximation): of the first input, times the second if there is one.
 constexpr RowFunction kFunctions[] = {
     {"rms_norm", 1, 1, 1,
      [](const RowArguments &a) { rms_norm(a.inputs[0], a.weights[0], a.out, a.n, a.numbers[0]); }},
     {"layer_norm", 1, 1, 1,
-     [](const RowArguments &a) { layer_norm(a.inputs[0], a.weights[0], a.out, a.n, a.numbers[0]); }},
+     [](const RowArguments &a) {
+         layer_norm(a.inputs[0], a.weights[0], a.out, a.n, a.numbers[0]);
+     }},
     {"add", 2, 0, 0, [](const RowArguments &a) { add(a.inputs[0], a.inputs[1], a.out, a.n); }},
     {"silu", 1, 0, 0, activated<silu>},
     {"silu", 2, 0, 0, activated<silu>},

@@ -266,7 +266,7 @@ def rope_cases(pairs: int, *gguf: str, by_layer: bool = False, **more: Any) -> d
         rope: dict[str, Any] = section | more
         if by_layer:
             rope = {FULL: rope, SLIDING: {"rope_type": "default"}}
-        positions = 40 if kind == "dynamic" else 256  # beyond which it scales
+        positions = 40 if kind == "dynamic" else 128  # beyond which it scales
         changes = {"rope_parameters": rope, "max_position_embeddings": positions}
         cases[kind] = Case(changes, gguf=kind in gguf)
     return cases
@@ -274,7 +274,7 @@ def rope_cases(pairs: int, *gguf: str, by_layer: bool = False, **more: Any) -> d
 
 # Five heads of 8 on one KV head, and widths that are no multiple of anything.
 ODD = {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1}
-ODD |= {"intermediate_size": 37, "rms_norm_eps": 1e-3}
+ODD |= {"intermediate_size": 44, "rms_norm_eps": 1e-3}
 
 
 def smollm3(sizes: dict[str, Any]) -> Tiny:
@@ -327,10 +327,11 @@ def phi4_mini(sizes: dict[str, Any]) -> Tiny:
         transformers.Phi3Config(
             **sizes | wide | {"tie_word_embeddings": True},
             original_max_position_embeddings=64,
-            rope_parameters=long(3),
+            rope_parameters=plain,
         ),
         {
-            "short": Case(tokens=60),
+            "longrope": rope(long(3), gguf=True),
+            "short": rope(long(3), tokens=60),
             "published": Case(
                 {
                     "rope_parameters": None,
@@ -344,13 +345,12 @@ def phi4_mini(sizes: dict[str, Any]) -> Tiny:
                 },
                 gguf=True,
             ),
-            "su": rope(long(3, rope_type="su"), same=True),
-            "called-yarn": rope(long(3, rope_type="yarn"), same=True),
+            "su": rope(long(3, rope_type="su")),
+            "called-yarn": rope(long(3, rope_type="yarn")),
             "attention-factor": rope(long(3, attention_factor=1.3)),
             "factor": rope(long(3, factor=9.0)),
             "whole": rope(long(4, partial_rotary_factor=1.0)),
             "half": rope(long(2, partial_rotary_factor=0.5)),
-            "plain": rope(plain),
             "unrotated": rope(plain | {"partial_rotary_factor": 0.0}),
             "window": Case({"sliding_window": 17}, gguf=True),
             "untied": Case({"tie_word_embeddings": False}, gguf=True),
@@ -404,7 +404,7 @@ def ministral3(sizes: dict[str, Any]) -> Tiny:
             "default": rope({"rope_type": "default", "rope_theta": 10000.0, **grows}),
             "mscale": rope(yarn | {"mscale": 1.2, "mscale_all_dim": 0.7}),
             "no-mscale": rope(rope_sections(8)["yarn"] | beta),
-            "fast-and-slow": rope(yarn | {"beta_fast": 4.0, "beta_slow": 0.5}, gguf=True),
+            "fast-and-slow": rope(yarn | {"beta_fast": 4.0, "beta_slow": 0.5}),
             "constant": rope(yarn | {"llama_4_scaling_beta": 0.0}),
             "fast-growing": rope(yarn | {"original_max_position_embeddings": 7}, gguf=True),
             "no-rope": Case(without=("rope_parameters",)),

@@ -83,7 +83,7 @@ def assert_near(got: Float32, expected: Float32, *, sparse: bool) -> None:
     if sparse:
         assert np.median(error) < 0.04
     else:
-        assert error.mean() < 0.04
+        assert error.mean() < 0.05
         assert error.max() < 0.6
 
 

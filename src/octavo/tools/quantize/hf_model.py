@@ -198,7 +198,8 @@ def _rope_sections(config: ModelConfig) -> Iterator[dict[str, Any]]:
         if FAMILIES[config.family].temperature:
             grows = config.temperature or Temperature(0.0, config.context_length)
             scaling = {"rope_type": "default"} | (scaling or {})
-            scaling |= {"llama_4_scaling_beta": grows.beta, ORIGINAL: grows.original}
+            scaling |= {"llama_4_scaling_beta": grows.beta}
+            scaling.setdefault(ORIGINAL, grows.original)
         section: dict[str, Any] = {"rope_scaling": scaling}
         if scaling is not None and scaling["rope_type"] == "longrope":
             section["original_max_position_embeddings"] = scaling.pop("original")
@@ -231,6 +232,8 @@ def _scalings(config: ModelConfig, rope: Rope) -> Iterator[dict[str, Any] | None
             "original_max_position_embeddings": original,
         }
     original = round(config.context_length / factor)
+    if config.temperature is not None:
+        original = config.temperature.original
     yield {
         "rope_type": "yarn",
         "factor": factor,

@@ -6,8 +6,20 @@ from octavo.loader.hf_tokenizer_class import _CLASSES
 from octavo.loader.pre_tokenizers import CUTS
 from octavo.models.families import HF_TYPES, HF_WRAPPERS
 
-# What llama.cpp's converter calls the byte-level vocabularies of the families, and of those to come.
-PRE = "command-r dbrx gpt-4o lfm2 llama-bpe qwen2 qwen35 refact smaug-bpe smollm tekken".split()
+# What llama.cpp's converter calls the byte-level vocabularies of families.
+PRE = [
+    "command-r",
+    "dbrx",
+    "gpt-4o",
+    "lfm2",
+    "llama-bpe",
+    "qwen2",
+    "qwen35",
+    "refact",
+    "smaug-bpe",
+    "smollm",
+    "tekken",
+]
 
 
 @pytest.mark.parametrize("name", PRE)

@@ -42,7 +42,15 @@ UNUSED = {
     "rope_parameters", "hidden_dropout", "pad_token_id", "bos_token_id",
     "use_bidirectional_attention",
 }  # fmt: skip
-NOT_COMPARED = ("tokenizer", "tokenizer_overrules", "null_window", "local_theta", "rope_keys")
+NOT_COMPARED = (
+    "renamed",
+    "feed_forward",
+    "tokenizer",
+    "tokenizer_overrules",
+    "null_window",
+    "local_theta",
+    "rope_keys",
+)
 DRAWS = 200
 LONG: dict[str, Any] = {
     "short_factor": [1.0] * 4,
@@ -199,16 +207,8 @@ def found(model_type: str, ours: HfType | None) -> HfType:
         rope_types=rope_types(cls),
         rope_theta=bases(cls),
         partial_rotary=partial_rotary(cls, causal_lm),
-<<<<<<< HEAD
         # Of another table, or of code, and not compared here.
         **{name: getattr(ours, name) for name in NOT_COMPARED if ours},
-=======
-        # Not the class's, and not compared here.
-        renamed=ours.renamed if ours else {},
-        feed_forward=ours.feed_forward if ours else None,
-        tokenizer=ours.tokenizer if ours else None,
-        tokenizer_overrules=ours.tokenizer_overrules if ours else False,
->>>>>>> main
     )
     assert kind.model_classes[1] == MODEL_MAPPING_NAMES[model_type], model_type
     return kind

@@ -238,7 +238,6 @@ def models() -> dict[str, Tiny]:
     }
 
 
-<<<<<<< HEAD
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -441,7 +440,8 @@ def cohere2(sizes: dict[str, Any]) -> Tiny:
             "odd": Case(odd, gguf=True),
         },
     )
-=======
+
+
 def lfm2(sizes: dict[str, Any]) -> Tiny:
     """Short convolutions and attention, in any order."""
     conv, full = "conv", "full_attention"
@@ -499,7 +499,6 @@ def lfm2(sizes: dict[str, Any]) -> Tiny:
             "untied": Case({"tie_word_embeddings": False}, gguf=True),
         },
     )  # fmt: skip
->>>>>>> main
 
 
 def mistral3(sizes: dict[str, Any]) -> Tiny:

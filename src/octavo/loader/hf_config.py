@@ -212,21 +212,22 @@ class _Reader:
                 key = "use_sliding_window"
                 why = f"{key} is false" if self.has(key) else "sliding_window is null"
                 self.fail(f"layer_types has {SLIDING}, but {why}")
-<<<<<<< HEAD
-        rotated = self.rotated(types)
+        kinds = {
+            FULL: Layer(rope),
+            SLIDING: Layer(local, window),
+        }
+        if (recurrent := self.family.recurrent) is not None and recurrent.layer_type in types:
+            kinds[recurrent.layer_type] = Layer(rope, recurrence=recurrent.hf(self.count))
+        layers = zip(types, self.rotated(types), self.experts(), strict=True)
         return tuple(
-            Layer(
-                (local if sliding else rope) if rotates else UNROTATED,
-                window if sliding else None,
-                experts,
-            )
-            for sliding, rotates, experts in zip(types, rotated, self.experts(), strict=True)
+            replace(kinds[kind], rope=kinds[kind].rope if rotates else UNROTATED, experts=experts)
+            for kind, rotates, experts in layers
         )
 
-    def rotated(self, windowed: list[bool]) -> list[bool]:
+    def rotated(self, types: list[str]) -> list[bool]:
         """Which layers have rotary positions."""
         if self.family.rotates_windows:
-            return windowed
+            return [kind == SLIDING for kind in types]
         if not self.has("no_rope_layers"):
             return [True] * self.num_layers
         flags = self.values["no_rope_layers"]  # which is 1 where there are any
@@ -243,24 +244,12 @@ class _Reader:
         section = self.section.object("rope_parameters")
         beta, original = section.real("llama_4_scaling_beta"), section.count(ORIGINAL)
         return Temperature(beta, original) if beta else None
-=======
-        kinds = {
-            FULL: Layer(rope),
-            SLIDING: Layer(local, window),
-        }
-        if (recurrent := self.family.recurrent) is not None and recurrent.layer_type in types:
-            kinds[recurrent.layer_type] = Layer(rope, recurrence=recurrent.hf(self.count))
-        return tuple(
-            replace(kinds[kind], experts=experts)
-            for kind, experts in zip(types, self.experts(), strict=True)
-        )
 
     def feed_forward(self) -> int:
         """The width of feed-forward layers."""
         if self.kind.feed_forward is None:
             return self.count("intermediate_size")
         return self.kind.feed_forward(self.section)
->>>>>>> main
 
     def experts(self) -> list[Experts | None]:
         """The experts of each layer; those of the class that has any are in every layer, but for

@@ -31,9 +31,7 @@ def test_the_reason_is_given(name: str, tmp_path: Path) -> None:
 
 def test_also_of_a_text_part(tmp_path: Path) -> None:
     path = folder("mistral3", tmp_path / "m", {TEXT: {"model_type": "mistral4"}})
-    assert "text_config: model_type 'mistral4' is not supported: Mistral 4: its latent" in refused(
-        path
-    )
+    assert "text_config: model_type 'mistral4' is not supported: latent" in refused(path)
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -380,6 +380,8 @@ def sigmoid(x: Float32) -> Float32:
 
 
 def activate(x: Float32, activation: Activation) -> Float32:
+    if activation is Activation.SIGMOID:
+        return sigmoid(x)
     one = np.float32(1.0)
     if activation is Activation.SILU:
         with np.errstate(over="ignore"):  # to infinity, whose inverse is the 0 that is meant
@@ -540,6 +542,7 @@ class PagedAttention(Op):
 
     READS = ("q",)
     crosses_tokens = True
+    latent: ClassVar[bool] = False  # as of `Layer`
 
     q: str
     out: str
@@ -552,6 +555,10 @@ class PagedAttention(Op):
 
     def work(self, program: Program) -> None:
         """Nothing that is the same in any context: `CostModel` counts the keys that are seen."""
+
+    def key_ops(self, num_heads: int) -> int:
+        """Return the operations that a key costs a query of so many heads."""
+        return 4 * num_heads * self.head_dim
 
     def compute(self, at: Evaluation) -> None:
         at.values[self.out] = at.kv.attend(at.values[self.q], self)

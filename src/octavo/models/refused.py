@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-_LATENT = "its latent attention (one compressed key and value for all heads) is not computed"
-_DEEPSEEK = f"DeepSeek V2 or V3, or a model of the same architecture: {_LATENT}"
+_LATENT = (
+    "deepseek_v2", "deepseek_v3", "deepseek2", "kimi_k2", "kimi_k25", "mistral4", "glm4_moe_lite",
+)  # fmt: skip
 # By ``model_type`` of config.json, or GGUF's architecture.
 REFUSED = {
     **dict.fromkeys(
@@ -16,9 +17,7 @@ REFUSED = {
         "Cohere 2 with experts: its averaging of shared experts is not computed; use Command R7B "
         "(cohere2) in its place",
     ),
-    "mistral4": f"Mistral 4: {_LATENT}; use a Ministral 3 or Mistral Small 3 in its place",
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek2"), _DEEPSEEK),
-    "glm4_moe_lite": f"GLM 4 Lite: {_LATENT}",
+    **dict.fromkeys(_LATENT, "latent attention is planned for only"),
     "granitemoe_swa": "Granite with windows and experts: it is not computed",
 }
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-_LATENT = (
-    "deepseek_v2", "deepseek_v3", "deepseek2", "kimi_k2", "kimi_k25", "mistral4", "glm4_moe_lite",
-)  # fmt: skip
+# Model types with latent attention, and GGUF's name for all of them (tools/plan/latent.py).
+LATENT = frozenset(
+    {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", "mistral4", "deepseek2"}
+)
 # By ``model_type`` of config.json, or GGUF's architecture.
 REFUSED = {
     **dict.fromkeys(
@@ -17,7 +18,7 @@ REFUSED = {
         "Cohere 2 with experts: its averaging of shared experts is not computed; use Command R7B "
         "(cohere2) in its place",
     ),
-    **dict.fromkeys(_LATENT, "latent attention is planned for only"),
+    **dict.fromkeys(sorted(LATENT), "latent attention is planned for only"),
     "granitemoe_swa": "Granite with windows and experts: it is not computed",
 }
 

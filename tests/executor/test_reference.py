@@ -38,7 +38,7 @@ def test_folders_of_every_family(name: str, tmp_path: Path) -> None:
     checkpoint = load(folder(name, tmp_path / name))
     checkpoint = replace(checkpoint, config=checkpoint.config.for_length(len(expected.ids)))
     difference = expected.off(BASE, run(checkpoint, expected.ids))
-    assert difference.mean() < 1e-3
+    assert difference.mean() < 2e-3
     assert difference.max() < 4e-2
 
 

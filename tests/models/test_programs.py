@@ -184,7 +184,7 @@ def test_biases_are_those_of_the_config() -> None:
 
 
 def test_unknown_family_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'mamba' is not supported; supported are gemma2, gemma3"):
+    with pytest.raises(ValueError, match="'mamba' is not supported; supported are "):
         program(replace(LLAMA, family="mamba"))
 
 

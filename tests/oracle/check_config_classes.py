@@ -42,6 +42,15 @@ UNUSED = {
     "rope_parameters", "hidden_dropout", "pad_token_id", "bos_token_id",
     "use_bidirectional_attention",
 }  # fmt: skip
+NOT_COMPARED = (
+    "renamed",
+    "feed_forward",
+    "tokenizer",
+    "tokenizer_overrules",
+    "null_window",
+    "local_theta",
+    "rope_keys",
+)
 DRAWS = 200
 LONG: dict[str, Any] = {
     "short_factor": [1.0] * 4,
@@ -176,10 +185,16 @@ def partial_rotary(cls: Any, causal_lm: str) -> float:
     return float(cls(**SIZES).rope_parameters.get("partial_rotary_factor", 1.0))
 
 
+def _kept(stated: Mapping[str, Rule], known: Mapping[str, Any]) -> dict[str, Rule]:
+    """The rules of keys that the class computes and has no field for."""
+    return {key: rule for key, rule in stated.items() if key not in known}
+
+
 def found(model_type: str, ours: HfType | None) -> HfType:
     """What the class says."""
     cls = CONFIG_MAPPING[model_type]
     known = own_fields(cls)
+    stated = ours.computed if ours else {}
     classes = cls.__name__.removesuffix("Config")
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     kind = HfType(
@@ -187,16 +202,13 @@ def found(model_type: str, ours: HfType | None) -> HfType:
         classes=classes,
         causal_lm="" if causal_lm == f"{classes}ForCausalLM" else causal_lm,
         defaults=known,
-        computed=computed(cls, known, ours.computed if ours else {}),
+        computed=computed(cls, known, stated) | _kept(stated, known),
         aliases=dict(cls.attribute_map),
         rope_types=rope_types(cls),
         rope_theta=bases(cls),
         partial_rotary=partial_rotary(cls, causal_lm),
-        # Not the class's, and not compared here.
-        renamed=ours.renamed if ours else {},
-        feed_forward=ours.feed_forward if ours else None,
-        tokenizer=ours.tokenizer if ours else None,
-        tokenizer_overrules=ours.tokenizer_overrules if ours else False,
+        # Of another table, or of code, and not compared here.
+        **{name: getattr(ours, name) for name in NOT_COMPARED if ours},
     )
     assert kind.model_classes[1] == MODEL_MAPPING_NAMES[model_type], model_type
     return kind

@@ -183,6 +183,11 @@ def models() -> dict[str, Tiny]:
             around=GEMMA,
         ),
         "gemma3-nested": gemma3_nested(gemma),
+        "smollm3": smollm3(sizes),
+        "phi4-mini": phi4_mini(sizes),
+        "olmo3": olmo3(sizes),
+        "ministral3": ministral3(sizes),
+        "cohere2": cohere2(sizes),
         "phi3": Tiny(
             transformers.Phi3Config(
                 **sizes | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
@@ -234,6 +239,210 @@ def models() -> dict[str, Tiny]:
         "qwen3_5_moe": qwen3_5_moe(sizes),
         "qwen3_next": qwen3_next(sizes),
     }
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def rope_sections(pairs: int) -> dict[str, dict[str, Any]]:
+    """One of each type, for heads of so many pairs."""
+    scaled = {"factor": 4.0, "original_max_position_embeddings": 32}
+    factors = [1.0 + 0.3 * i for i in range(pairs)]
+    sections: dict[str, dict[str, Any]] = {
+        "linear": {"factor": 2.5},
+        "dynamic": {"factor": 8.0},
+        "llama3": scaled | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "yarn": scaled,
+        "longrope": scaled | {"short_factor": factors, "long_factor": factors[::-1]},
+    }
+    return {
+        kind: {"rope_type": kind, "rope_theta": 10000.0, **section}
+        for kind, section in sections.items()
+    }
+
+
+def rope_cases(pairs: int, *gguf: str, by_layer: bool = False, **more: Any) -> dict[str, Case]:
+    """A case of each type (with ``more`` in its section), of layers without a window if
+    ``by_layer``. ``gguf``: the types that the converter has words for.
+    """
+    cases = {}
+    for kind, section in rope_sections(pairs).items():
+        rope: dict[str, Any] = section | more
+        if by_layer:
+            rope = {FULL: rope, SLIDING: {"rope_type": "default"}}
+        positions = 40 if kind == "dynamic" else 128  # beyond which it scales
+        changes = {"rope_parameters": rope, "max_position_embeddings": positions}
+        cases[kind] = Case(changes, gguf=kind in gguf)
+    return cases
+
+
+# Five heads of 8 on one KV head, and widths that are no multiple of anything.
+ODD = {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1}
+ODD |= {"intermediate_size": 44, "rms_norm_eps": 1e-3}
+
+
+def smollm3(sizes: dict[str, Any]) -> Tiny:
+    return Tiny(
+        transformers.SmolLM3Config(**sizes | {"num_hidden_layers": 5}),
+        {
+            **rope_cases(4, "linear", "llama3", "yarn"),
+            "interval": Case({"no_rope_layers": None, "no_rope_layer_interval": 2}),
+            "list": Case({"no_rope_layers": [0, 1, 1, 0, 1, 1, 0]}),
+            "no-list": Case(without=("no_rope_layers", "rope_parameters"), same=True),
+            "unrotated": Case({"no_rope_layers": [0] * 5}),
+            "rotated": Case({"no_rope_layers": [1] * 5}),
+            "window": Case({"use_sliding_window": True, "sliding_window": 17, "layer_types": None}),
+            "types": Case(
+                {
+                    "use_sliding_window": True,
+                    "sliding_window": 24,
+                    "layer_types": [SLIDING, FULL, FULL, SLIDING, FULL],
+                }
+            ),
+            "biases": Case({"attention_bias": True, "mlp_bias": True}),
+            "untied": Case({"tie_word_embeddings": False}, gguf=True),
+            "no-kv-heads": Case(without=("num_key_value_heads",)),
+            "head-dim": Case({"head_dim": 12}),
+            "odd": Case(ODD, gguf=True),
+        },
+    )
+
+
+def phi4_mini(sizes: dict[str, Any]) -> Tiny:
+    """Tied, with fused matrices, three heads on a KV head, rotary positions on three quarters."""
+    wide = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+
+    def long(pairs: int, **values: Any) -> dict[str, Any]:
+        return {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
+            "long_factor": [1.0 + 0.7 * i for i in range(pairs)],
+            **values,
+        }
+
+    def rope(section: dict[str, Any], **values: Any) -> Case:
+        return Case({"rope_parameters": section}, **values)
+
+    plain = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+    return Tiny(
+        transformers.Phi3Config(
+            **sizes | wide | {"tie_word_embeddings": True},
+            original_max_position_embeddings=64,
+            rope_parameters=plain,
+        ),
+        {
+            "longrope": rope(long(3), gguf=True),
+            "short": rope(long(3), tokens=60),
+            "published": Case(
+                {
+                    "rope_parameters": None,
+                    "rope_scaling": {
+                        "type": "longrope",
+                        "short_factor": [1.0] * 3,
+                        "long_factor": [1.0, 2.0, 3.0],
+                    },
+                    "partial_rotary_factor": 0.75,
+                    "rope_theta": 10000.0,
+                },
+                gguf=True,
+            ),
+            "su": rope(long(3, rope_type="su")),
+            "called-yarn": rope(long(3, rope_type="yarn")),
+            "attention-factor": rope(long(3, attention_factor=1.3)),
+            "factor": rope(long(3, factor=9.0)),
+            "whole": rope(long(4, partial_rotary_factor=1.0)),
+            "half": rope(long(2, partial_rotary_factor=0.5)),
+            "unrotated": rope(plain | {"partial_rotary_factor": 0.0}),
+            "window": Case({"sliding_window": 17}, gguf=True),
+            "untied": Case({"tie_word_embeddings": False}, gguf=True),
+            "one-kv-head": Case({"num_key_value_heads": 1}, gguf=True),
+            "no-kv-heads": Case(without=("num_key_value_heads",)),
+            "odd": Case(ODD),
+        },
+    )
+
+
+def olmo3(sizes: dict[str, Any]) -> Tiny:
+    types = [SLIDING, SLIDING, FULL, SLIDING, FULL]
+    scaled = rope_sections(4)["yarn"]
+    return Tiny(
+        transformers.Olmo3Config(
+            **sizes | {"num_hidden_layers": 5, "num_key_value_heads": 4}, sliding_window=17
+        ),
+        {
+            **rope_cases(4, "linear", "yarn", by_layer=True),
+            "both-scaled": Case({"rope_parameters": {FULL: scaled, SLIDING: scaled}}),
+            # As published: a base of all layers, which transformers 5 hears for some of them only.
+            "published": Case(
+                {"rope_parameters": None, "rope_theta": 1000.0, "rope_scaling": scaled}
+            ),
+            "types": Case({"layer_types": types}, gguf=True),
+            "no-types": Case(without=("layer_types",), same=True),
+            "all-windows": Case({"layer_types": [SLIDING] * 5}),
+            "no-windows": Case({"layer_types": [FULL] * 5}),
+            "wide-window": Case({"sliding_window": 300}),
+            "biases": Case({"attention_bias": True}),
+            "tied": Case({"tie_word_embeddings": True}, gguf=True),
+            "no-kv-heads": Case(without=("num_key_value_heads",), same=True),
+            "one-kv-head": Case({"num_key_value_heads": 1}, gguf=True),
+            "odd": Case(ODD),
+        },
+    )
+
+
+def ministral3(sizes: dict[str, Any]) -> Tiny:
+    beta: dict[str, Any] = {"llama_4_scaling_beta": 0.2}
+    grows = beta | {"original_max_position_embeddings": 32}
+    yarn = rope_sections(8)["yarn"] | beta | {"mscale": 1.0, "mscale_all_dim": 1.0}
+
+    def rope(section: dict[str, Any], **values: Any) -> Case:
+        return Case({"rope_parameters": section}, **values)
+
+    return Tiny(
+        transformers.Ministral3Config(**sizes | {"head_dim": 16}, rope_parameters=yarn),
+        {
+            **{k: v for k, v in rope_cases(8, **grows).items() if k != "yarn"},
+            "default": rope({"rope_type": "default", "rope_theta": 10000.0, **grows}),
+            "mscale": rope(yarn | {"mscale": 1.2, "mscale_all_dim": 0.7}),
+            "no-mscale": rope(rope_sections(8)["yarn"] | beta),
+            "fast-and-slow": rope(yarn | {"beta_fast": 4.0, "beta_slow": 0.5}),
+            "constant": rope(yarn | {"llama_4_scaling_beta": 0.0}),
+            "fast-growing": rope(yarn | {"original_max_position_embeddings": 7}, gguf=True),
+            "no-rope": Case(without=("rope_parameters",)),
+            "window": Case({"sliding_window": 17}),
+            "tied": Case({"tie_word_embeddings": True}, gguf=True),
+            "odd": Case(ODD | {"head_dim": 12}, gguf=True),
+        },
+    )
+
+
+def cohere2(sizes: dict[str, Any]) -> Tiny:
+    # The converter asks for rotary_pct, which published files have.
+    own = {"num_hidden_layers": 5, "sliding_window": 17, "logit_scale": 0.25, "rotary_pct": 1.0}
+    odd = {key: value for key, value in ODD.items() if key != "rms_norm_eps"}
+    return Tiny(
+        transformers.Cohere2Config(**sizes | own),
+        {
+            **rope_cases(4),
+            "types": Case({"layer_types": [FULL, SLIDING, SLIDING, FULL, SLIDING]}),
+            "pattern": Case({"layer_types": None, "sliding_window_pattern": 2}),
+            "no-types": Case(without=("layer_types",), same=True),
+            "all-windows": Case({"layer_types": [SLIDING] * 5}),
+            "no-windows": Case({"layer_types": [FULL] * 5}),
+            "wide-window": Case({"sliding_window": 300}),
+            "logit-scale": Case({"logit_scale": 2.0}, gguf=True),
+            "no-scale": Case(without=("logit_scale", "layer_norm_eps")),
+            "eps": Case({"layer_norm_eps": 0.05}, gguf=True),
+            "biases": Case({"attention_bias": True}),
+            "untied": Case({"tie_word_embeddings": False}),
+            "no-kv-heads": Case(without=("num_key_value_heads",)),
+            "head-dim": Case({"head_dim": 12}),
+            "odd": Case(odd, gguf=True),
+        },
+    )
 
 
 def lfm2(sizes: dict[str, Any]) -> Tiny:
@@ -467,6 +676,12 @@ def mistral3(sizes: dict[str, Any]) -> Tiny:
             "window": inner({"sliding_window": 17}),
             "no-type": Case(without=("model_type",), same=True),
             "layer-types": inner({"layer_types": ["sliding_attention"] * 2}, same=True),
+            "ministral3": inner(
+                {
+                    "model_type": "ministral3",
+                    "rope_parameters": rope_sections(8)["yarn"] | {"llama_4_scaling_beta": 0.3},
+                }
+            ),
             "one-kv-head": inner({"num_key_value_heads": 1}, gguf=True),
             "no-head-dim": Case(without=("head_dim",)),
             "odd": inner(
@@ -731,7 +946,7 @@ def recipe(path: Path, weights: dict[str, npt.NDArray[np.float32]], heads: set[i
             for group in ({0} | heads if name.endswith(("q_proj.weight", "k_proj.weight",
                                                         "q_proj.bias", "k_proj.bias")) else {0})
             for shift in (0, 1)
-            if values.nbytes == len(content)
+            if values.nbytes == len(content) and len(values) % max(2 * group, 1) == 0
             and transformed(values, group, shift).tobytes() == content
         ]  # fmt: skip
         numbers = [] if made else np.frombuffer(content, np.float32).tolist()

@@ -106,6 +106,9 @@ def folder(
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
     write_tokenizer(path, config.get(TEXT, config)["vocab_size"])
+    if config["model_type"] == "cohere2":  # whose own class adds tokens beyond the vocabulary
+        plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (path / "tokenizer_config.json").write_text(json.dumps(plain))
     return path
 
 

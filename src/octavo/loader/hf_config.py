@@ -26,10 +26,12 @@ from octavo.models.config import (
     LongRope,
     ModelConfig,
     Rope,
+    Temperature,
 )
-from octavo.models.families import HF_TYPES, HF_WRAPPERS, LATENT
+from octavo.models.families import HF_TYPES, HF_WRAPPERS
 from octavo.models.family import Key
 from octavo.models.hf_type import FULL, SLIDING, HfType
+from octavo.models.refused import refusal
 from octavo.models.section import Section
 
 MAX_HEAD_DIM = 1024
@@ -71,9 +73,7 @@ def text_config(folder: HfFolder) -> dict[str, Any]:
     inner = outer.object("text_config")
     model_type = inner.text("model_type", wrapper.texts[0])
     if model_type not in wrapper.texts:
-        inner.fail(
-            f"model_type {model_type!r} is not supported; supported are {', '.join(wrapper.texts)}"
-        )
+        inner.fail(refusal("model_type", model_type, ", ".join(wrapper.texts)))
     for key in wrapper.passed_over:
         if inner.values.get(key) is not None:
             folder.note(
@@ -116,13 +116,9 @@ class _Reader:
         whole = folder.json(CONFIG)
         model_type = Section(self.fail, whole).text("model_type")
         wrapper = HF_WRAPPERS.get(model_type)
-        if model_type in LATENT:
-            self.fail(
-                f"model_type {model_type!r} is not supported: latent attention is planned for only"
-            )
         if model_type not in HF_TYPES and wrapper is None:
             supported = ", ".join((*HF_TYPES, *HF_WRAPPERS))
-            self.fail(f"model_type {model_type!r} is not supported; supported are {supported}")
+            self.fail(refusal("model_type", model_type, supported))
         file = text_config(folder)
         self.family, named = HF_TYPES[file["model_type"]]
         self.kind = kind_of(file)
@@ -180,6 +176,7 @@ class _Reader:
             "attention_scale": 1.0 / sqrt(self.head_dim),
             "tied_embeddings": self.section.flag("tie_word_embeddings"),
             "layers": self.layers(),
+            "temperature": self.temperature(),
             "biases": self.biases(),
         }
         if self.family.embedding_root:
@@ -224,10 +221,37 @@ class _Reader:
         shared = 0
         if self.has("shared_expert_intermediate_size"):
             shared = self.count("shared_expert_intermediate_size")
+        layers = zip(types, self.rotated(types), self.experts(), strict=True)
         return tuple(
-            replace(kinds[kind], experts=experts, shared_expert=shared if experts else 0)
-            for kind, experts in zip(types, self.experts(), strict=True)
+            replace(
+                kinds[kind],
+                rope=kinds[kind].rope if rotates else UNROTATED,
+                experts=experts,
+                shared_expert=shared if experts else 0,
+            )
+            for kind, rotates, experts in layers
         )
+
+    def rotated(self, types: list[str]) -> list[bool]:
+        """Which layers have rotary positions."""
+        if self.family.rotates_windows:
+            return [kind == SLIDING for kind in types]
+        if not self.has("no_rope_layers"):
+            return [True] * self.num_layers
+        flags = self.values["no_rope_layers"]  # which is 1 where there are any
+        if not isinstance(flags, list) or any(flag not in (0, 1) for flag in flags):
+            self.fail("no_rope_layers is not a list of 0 and 1")
+        if len(flags) < self.num_layers:
+            self.fail(f"no_rope_layers has {len(flags)} numbers for {self.num_layers} layers")
+        return [bool(flag) for flag in flags[: self.num_layers]]
+
+    def temperature(self) -> Temperature | None:
+        """How queries grow with their position."""
+        if not self.family.temperature:
+            return None
+        section = self.section.object("rope_parameters")
+        beta, original = section.real("llama_4_scaling_beta"), section.count(ORIGINAL)
+        return Temperature(beta, original) if beta else None
 
     def feed_forward(self) -> int:
         """The width of feed-forward layers."""
@@ -308,7 +332,7 @@ class _Reader:
         dim = int(self.head_dim * part)
         if dim % 2 and theta > 0.0:  # one more turns, with the frequencies of an odd number
             theta, dim = theta ** ((dim + 1) / dim), dim + 1
-        plain = {"theta": theta, "dim": dim, "interleaved": False}
+        plain = {"theta": theta, "dim": dim, "interleaved": self.family.hf_interleaved}
         rules: dict[str, Callable[[Section, dict[str, Any]], Rope]] = {
             "default": lambda _, plain: Rope(**plain),
             "linear": self.linear_rope,

@@ -144,6 +144,18 @@ def _gpt2(config: Json) -> Json:
     }
 
 
+def _cohere(config: Json) -> Json:
+    space = bool(config.get("add_prefix_space"))
+    digits = {"type": "Digits", "individual_digits": True}
+    step = _byte_level_step(add_prefix_space=space)
+    return {
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [digits, step]},
+        "decoder": step,
+        "model": {},
+    }
+
+
 def _spaces() -> list[Json]:
     return [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -191,6 +203,10 @@ _GEMMA_NAMES = {
     "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>",
     "mask_token": "<mask>",
 }  # fmt: skip
+_COHERE_NAMES = {
+    "bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "unk_token": "<UNK>",
+    "pad_token": "<PAD>", "cls_token": "<CLS>", "sep_token": "<SEP>", "mask_token": "<MASK_TOKEN>",
+}  # fmt: skip
 _CLASSES = {
     "Qwen2Tokenizer": TokenizerClass(
         _qwen2, {"eos_token": _END, "unk_token": _END, "pad_token": _END}, readds=True
@@ -203,6 +219,7 @@ _CLASSES = {
         _llama, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     ),
     "GemmaTokenizer": TokenizerClass(_gemma, _GEMMA_NAMES),
+    "CohereTokenizer": TokenizerClass(_cohere, _COHERE_NAMES),
     "GPT2Tokenizer": TokenizerClass(
         _gpt2, {"bos_token": _END, "eos_token": _END, "unk_token": _END, "pad_token": None}
     ),

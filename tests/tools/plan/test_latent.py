@@ -20,7 +20,7 @@ from octavo.loader import load
 from octavo.loader.base import CheckpointError
 from octavo.loader.hf_config import model_config
 from octavo.loader.hf_folder import CONFIG, HfFolder
-from octavo.models.families import LATENT
+from octavo.models.refused import LATENT
 from octavo.tools.plan.latent import DEFAULTS, LatentAttention
 from octavo.tools.plan.memory_plan import KvCacheSize, active_parameters
 from octavo.tools.plan.phase import decode_batch

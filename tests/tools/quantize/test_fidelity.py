@@ -67,7 +67,7 @@ def test_of_every_family(family: str, tmp_path: Path) -> None:
     expected = recorded(family)
     source = Exact(load(folder(family, tmp_path / family)), len(expected.ids))
     [logits] = all_logits(source, [expected.ids])
-    assert expected.off(BASE, logits).mean() < 1e-3
+    assert expected.off(BASE, logits).mean() < 2e-3
 
 
 def test_of_layers_that_share_a_cache() -> None:

@@ -193,6 +193,33 @@ def _olmo2(hidden: int, ffn: int, layers: int, heads: tuple[int, int]) -> Config
     return _shape("olmo2", hidden, ffn, layers, heads, 100352, 4096, 1e-6, False, 5e5)
 
 
+def _qwen35(
+    hidden: int,
+    ffn: int,
+    layers: int,
+    heads: tuple[int, int],
+    value_heads: int,
+    *,
+    tied: bool = False,
+    model_type: str = "qwen3_5_text",
+    vocab: int = 248320,
+    **more: Any,
+) -> Config:
+    """``value_heads``: of the delta nets, which three layers of four are."""
+    return _shape(
+        *(model_type, hidden, ffn, layers, heads, vocab, 262144, 1e-6, tied, 1e7),
+        head_dim=256,
+        partial_rotary_factor=0.25,
+        full_attention_interval=4,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=value_heads,
+        **more,
+    )
+
+
 def _lfm2(hidden: int, ffn: int, heads: int) -> Config:
     """``ffn``: of which a third is left out, rounded up (`block_auto_adjust_ff_dim`)."""
     return {
@@ -304,6 +331,27 @@ PRESETS: dict[str, Config] = {
     "qwen3-32b": _qwen3(5120, 25600, 64, (64, 8)),
     "qwen3-30b-a3b": _qwen3_moe(2048, 6144, 48, (32, 4), experts=768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 12288, 94, (64, 4), experts=1536),
+    "qwen3.5-0.8b": _qwen35(1024, 3584, 24, (8, 2), 16, tied=True),
+    "qwen3.5-4b": _qwen35(2560, 9216, 32, (16, 4), 32, tied=True),
+    "qwen3.5-9b": _qwen35(4096, 12288, 32, (16, 4), 32),
+    "qwen3.5-27b": _qwen35(5120, 17408, 64, (24, 4), 48),
+    "qwen3.5-35b-a3b": _qwen35(
+        *(2048, 512, 40, (16, 2), 32),
+        model_type="qwen3_5_moe_text",
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    ),
+    "qwen3-next-80b-a3b": _qwen35(
+        *(2048, 5120, 48, (16, 2), 32),
+        model_type="qwen3_next",
+        vocab=151936,
+        num_experts=512,
+        num_experts_per_tok=10,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    ),
     "gemma-2-2b": _gemma2(2304, 9216, 26, (8, 4), 256, 256),
     "gemma-2-9b": _gemma2(3584, 14336, 42, (16, 8), 256, 256),
     "gemma-2-27b": _gemma2(4608, 36864, 46, (32, 16), 128, 144),

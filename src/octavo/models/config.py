@@ -21,6 +21,7 @@ class Activation(Enum):
 
     SILU = "silu"  # SwiGLU
     GELU_TANH = "gelu_tanh"  # GeGLU with the tanh approximation
+    SIGMOID = "sigmoid"  # of gates on the output of attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,8 @@ def check(compute: Program) -> None:
                 assert (op.scale, op.softcap) == (config.attention_scale, config.attention_softcap)
             case GatedActivation():
                 assert widths[op.gate] == widths[op.up] == widths[op.out]
-                assert op.activation is config.activation
+                gates = op.gate == "q_gate"  # of attention
+                assert op.activation is (Activation.SIGMOID if gates else config.activation)
             case Route():
                 sizes = op.experts.count, 2 * op.experts.chosen
                 assert (widths[op.logits], widths[op.out]) == sizes

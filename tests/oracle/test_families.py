@@ -23,8 +23,9 @@ TIERS = ("generic", "avx2", "avx512", "avx512_bf16")
 CHUNKS = ([150, 1], [64], [7], [1])  # of a sequence; the last one repeats
 EXACT = (2e-4, 4e-3)  # mean and largest difference
 ROUNDED = (1.5e-2, 0.2)
-# A recurrent layer multiplies rounded values, and its state has those of all tokens before.
-ROUNDED_STATES = (5e-2, 1.0)
+# A recurrent layer multiplies rounded values, and its state has those of all tokens before; with
+# experts besides, a token may go to others.
+ROUNDED_STATES = (5e-2, 3.0)
 
 
 def run(

@@ -49,7 +49,9 @@ def random_folder(name: str, path: Path, **changes: Any) -> Path:
         values = rng.normal(size=shape) / np.sqrt(shape[-1]) if len(shape) == 2 else np.ones(shape)
         if role.endswith(("attn_norm", "ffn_norm")):
             values[::9] *= 6.0  # inputs that matter more
-        tensors[f"{place.name}.{place.ending}"] = values.astype(ml_dtypes.bfloat16)
+        tensors[f"{place.name}.{place.ending}".removesuffix(".")] = values.astype(
+            ml_dtypes.bfloat16
+        )
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
 

@@ -91,7 +91,7 @@ def assert_near(got: Float32, expected: Float32, config: ModelConfig) -> None:
         assert np.median(error) < most
     else:
         assert error.mean() < most
-        assert error.max() < 15 * most
+        assert error.max() < (3.0 if recurrent else 0.6)
 
 
 def config_of(checkpoint: object) -> dict[str, object]:

@@ -26,6 +26,11 @@ void store_part(Vec x, float *p, int64_t count) {
     }
 }
 
+// x times the factors from i on, if there are any.
+Vec times(Vec x, const float *factors, int64_t i, int64_t count) {
+    return factors == nullptr ? x : x * load_part(factors + i, count);
+}
+
 void rms_norm(const float *x, const float *weight, float *out, int64_t n, float eps) {
     Vec squares[4] = {Vec::set(0.0f), Vec::set(0.0f), Vec::set(0.0f), Vec::set(0.0f)};
     int64_t i = 0;
@@ -42,8 +47,7 @@ void rms_norm(const float *x, const float *weight, float *out, int64_t n, float 
     const float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
     const Vec factor = Vec::set(1.0f / __builtin_sqrtf(total / float(n) + eps));
     for_vectors(n, [&](int64_t at, int64_t count) {
-        store_part(load_part(x + at, count) * factor * load_part(weight + at, count), out + at,
-                   count);
+        store_part(times(load_part(x + at, count) * factor, weight, at, count), out + at, count);
     });
 }
 
@@ -60,15 +64,14 @@ void add_scaled(const float *x, float factor, float *out, int64_t n) {
     });
 }
 
-void scale(float *x, float factor, int64_t n) {
+void multiply(const float *x, float factor, float *out, int64_t n) {
     for_vectors(n, [&](int64_t i, int64_t count) {
-        store_part(load_part(x + i, count) * Vec::set(factor), x + i, count);
+        store_part(load_part(x + i, count) * Vec::set(factor), out + i, count);
     });
 }
 
-// x times the factors from i on, if there are any.
-Vec times(Vec x, const float *factors, int64_t i, int64_t count) {
-    return factors == nullptr ? x : x * load_part(factors + i, count);
+void scale(float *x, float factor, int64_t n) {
+    multiply(x, factor, x, n);
 }
 
 void silu(const float *gate, const float *up, float *out, int64_t n) {
@@ -124,11 +127,18 @@ template <auto activate> void activated(const RowArguments &a) {
     activate(a.inputs[0], a.inputs[1], a.out, a.n);
 }
 
-// rms_norm: x / sqrt(mean(x²) + number) * weight. silu and gelu_tanh (the tanh approximation): of
-// the first input, times the second if there is one.
+void normalized(const RowArguments &a) {
+    rms_norm(a.inputs[0], a.weights[0], a.out, a.n, a.numbers[0]);
+}
+
+// rms_norm: x / sqrt(mean(x²) + number), times the weight if there is one. scale: x times the
+// weight, a number. silu and gelu_tanh (the tanh approximation): of the first input, times the
+// second if there is one.
 constexpr RowFunction kFunctions[] = {
-    {"rms_norm", 1, 1, 1,
-     [](const RowArguments &a) { rms_norm(a.inputs[0], a.weights[0], a.out, a.n, a.numbers[0]); }},
+    {"rms_norm", 1, 0, 1, normalized},
+    {"rms_norm", 1, 1, 1, normalized},
+    {"scale", 1, 1, 0,
+     [](const RowArguments &a) { multiply(a.inputs[0], *a.weights[0], a.out, a.n); }, true},
     {"add", 2, 0, 0, [](const RowArguments &a) { add(a.inputs[0], a.inputs[1], a.out, a.n); }},
     {"silu", 1, 0, 0, activated<silu>},
     {"silu", 2, 0, 0, activated<silu>},

@@ -225,8 +225,8 @@ int64_t Runtime::add_rope(int64_t dim, bool interleaved, const std::vector<doubl
     return int64_t(ropes_.size()) - 1;
 }
 
-int64_t Runtime::add_routing(int64_t experts, int64_t chosen, bool renormalize) {
-    routings_.emplace_back(experts, chosen, renormalize, config_.max_tokens);
+int64_t Runtime::add_routing(int64_t experts, int64_t chosen, const Gating &gating) {
+    routings_.emplace_back(experts, chosen, gating, config_.max_tokens);
     return int64_t(routings_.size()) - 1;
 }
 
@@ -375,6 +375,10 @@ void Runtime::check_experts(ExpertsRegion &region) const {
         }
         check_slots(part.out, first.n, region.routing, "experts' output");
         check_slots(part.activations, first.format, first.k, region.routing);
+        if (!part.biases.empty())
+            check_range("biases of experts", int64_t(part.biases.size()), experts, experts);
+        for (const int64_t bias : part.biases)
+            check_vector(bias, first.n);
         region.units += expert_units(first.n);
     }
 }
@@ -476,9 +480,20 @@ void Runtime::check_region(Region &region, Program &program) {
                 hidden_ = Memory(size_t(config_.max_logits_rows * step.width) * sizeof(float));
             hidden_width_ = step.width;
             program.keeps = true;
+        } else if constexpr (std::is_same_v<Step, GateStep>) {
+            check_range("group of a gate", step.group, 1, step.width);
+            if (step.width % step.group != 0)
+                refuse("groups of a gate do not divide the width");
+            value(step.x, step.width, "gated input");
+            value(step.gate, step.width / step.group, "gate");
+            value(step.out, step.width, "gated output");
         } else if constexpr (std::is_same_v<Step, RouteStep>) {
             check_routing(step.routing);
-            value(step.logits, routings_[size_t(step.routing)].experts(), "router's logits");
+            const int64_t experts = routings_[size_t(step.routing)].experts();
+            value(step.logits, experts, "router's logits");
+            for (const int64_t vector : {step.bias, step.factors})
+                if (vector >= 0)
+                    check_vector(vector, experts);
         } else if constexpr (std::is_same_v<Step, SpreadStep>) {
             check_routing(step.routing);
             check_prepared(step.rows, Format(step.format), step.k);
@@ -1096,6 +1111,16 @@ void Runtime::run(const GatherStep &step, int64_t row, const Scope &scope) {
                 size_t(step.width) * sizeof(float));
 }
 
+void Runtime::run(const GateStep &step, int64_t row, const Scope &scope) {
+    const float *x = row_of(step.x, row, scope), *gate = row_of(step.gate, row, scope);
+    float *out = row_of(step.out, row, scope);
+    for (int64_t i = 0; i < step.width / step.group; ++i) {
+        const float share = sigmoid(gate[i]); // before the output, which may be the gate
+        std::memmove(out + i * step.group, x + i * step.group, size_t(step.group) * sizeof(float));
+        tier_.row.scale(out + i * step.group, share, step.group);
+    }
+}
+
 void Runtime::run(const KeepStep &step, int64_t row, const Scope &scope) {
     std::memcpy(hidden() + row * step.width, row_of(step.x, row, scope),
                 size_t(step.width) * sizeof(float));
@@ -1167,7 +1192,11 @@ void Runtime::run(const AttentionRegion &region, int thread, int64_t begin, int6
 // Experts
 
 void Runtime::run(const RouteStep &step, int64_t row, const Scope &scope) {
-    routings_[size_t(step.routing)].choose(row, row_of(step.logits, row, scope));
+    const auto vector = [&](int64_t index) {
+        return index < 0 ? nullptr : vectors_[size_t(index)].data();
+    };
+    routings_[size_t(step.routing)].choose(row, row_of(step.logits, row, scope), vector(step.bias),
+                                           vector(step.factors));
 }
 
 void Runtime::run(const SpreadStep &step, int64_t row, const Scope &scope) {
@@ -1249,6 +1278,15 @@ void Runtime::run(const ExpertsRegion &region, int64_t begin, int64_t end) {
                                 crowd.end, low * kExpertBlocks,
                                 std::min(high * kExpertBlocks, column_blocks(matrix.n)),
                                 row_of(part.out, 0), part.out.stride, false);
+            if (part.biases.empty())
+                continue;
+            const float *bias = vectors_[size_t(part.biases[size_t(crowd.expert)])].data();
+            const int64_t from = low * kExpertBlocks * kColumns;
+            const int64_t width = std::min(matrix.n, high * kExpertBlocks * kColumns) - from;
+            for (int64_t slot = crowd.begin; slot < crowd.end; ++slot) {
+                float *to = row_of(part.out, slot) + from;
+                tier_.row.add(to, bias + from, to, width);
+            }
         }
     };
     for (int64_t item = begin; item < end; ++item)

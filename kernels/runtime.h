@@ -123,10 +123,17 @@ struct KeepStep {
     Value x;
     int64_t width;
 };
+// Multiplies `group` elements of a row at a time by the sigmoid of one gate.
+struct GateStep {
+    Value x, gate, out;
+    int64_t width;
+    int64_t group;
+};
 // Chooses the row's experts by its logits.
 struct RouteStep {
     Value logits;
     int64_t routing;
+    int64_t bias, factors; // vectors of an element an expert, or -1
 };
 // Copies a prepared row to the slots of its choices.
 struct SpreadStep {
@@ -155,8 +162,8 @@ struct CombineStep {
     int64_t width;
 };
 using RowStep = std::variant<EmbedStep, InputStep, FunctionStep, PrepareStep, AngleStep,
-                             RopeStoreStep, RotateStep, GatherStep, KeepStep, RouteStep, SpreadStep,
-                             PrepareEachStep, CombineStep>;
+                             RopeStoreStep, RotateStep, GatherStep, KeepStep, GateStep, RouteStep,
+                             SpreadStep, PrepareEachStep, CombineStep>;
 
 // Regions: each begins when the one before is done.
 struct RowsRegion {
@@ -196,6 +203,7 @@ struct ExpertsPart {
     std::vector<int64_t> matrices; // of the experts, alike
     Prepared activations;
     Value out;
+    std::vector<int64_t> biases; // vectors of the experts, or none
 };
 struct ExpertsRegion {
     int64_t routing;
@@ -301,7 +309,7 @@ class Runtime {
     // multiplies them by `magnitude`.
     int64_t add_rope(int64_t dim, bool interleaved, const std::vector<double> &frequencies,
                      double magnitude);
-    int64_t add_routing(int64_t experts, int64_t chosen, bool renormalize);
+    int64_t add_routing(int64_t experts, int64_t chosen, const Gating &gating);
     // Bytes a row of the arena that a value of slots takes, with so many bytes a slot.
     int64_t slots_row_bytes(int64_t experts, int64_t chosen, int64_t slot_bytes) const {
         const int64_t most = Routing::most_slots(experts, chosen, config_.max_tokens);
@@ -426,6 +434,7 @@ class Runtime {
     void store(const RopeStoreStep &step, const Scope &scope, int64_t begin, int64_t end);
     void run(const GatherStep &step, int64_t row, const Scope &scope);
     void run(const KeepStep &step, int64_t row, const Scope &scope);
+    void run(const GateStep &step, int64_t row, const Scope &scope);
     void run(const RouteStep &step, int64_t row, const Scope &scope);
     void run(const SpreadStep &step, int64_t row, const Scope &scope);
     void run(const PrepareEachStep &step, int64_t row, const Scope &scope);

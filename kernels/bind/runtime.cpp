@@ -187,7 +187,12 @@ void bind_runtime(nb::module_ &m) {
     nb::class_<GatherStep>(m, "GatherStep")
         .def(nb::init<Value, Value, int64_t>(), "x"_a, "out"_a, "width"_a);
     nb::class_<KeepStep>(m, "KeepStep").def(nb::init<Value, int64_t>(), "x"_a, "width"_a);
-    nb::class_<RouteStep>(m, "RouteStep").def(nb::init<Value, int64_t>(), "logits"_a, "routing"_a);
+    nb::class_<GateStep>(m, "GateStep")
+        .def(nb::init<Value, Value, Value, int64_t, int64_t>(), "x"_a, "gate"_a, "out"_a, "width"_a,
+             "group"_a);
+    nb::class_<RouteStep>(m, "RouteStep")
+        .def(nb::init<Value, int64_t, int64_t, int64_t>(), "logits"_a, "routing"_a, "bias"_a,
+             "factors"_a);
     nb::class_<SpreadStep>(m, "SpreadStep")
         .def(nb::init<Prepared, int64_t, int64_t, int64_t, Prepared>(), "rows"_a, "format"_a, "k"_a,
              "routing"_a, "slots"_a);
@@ -218,8 +223,8 @@ void bind_runtime(nb::module_ &m) {
     nb::class_<SlotsRegion>(m, "SlotsRegion")
         .def(nb::init<int64_t, std::vector<RowStep>>(), "routing"_a, "steps"_a);
     nb::class_<ExpertsPart>(m, "ExpertsPart")
-        .def(nb::init<std::vector<int64_t>, Prepared, Value>(), "matrices"_a, "activations"_a,
-             "out"_a);
+        .def(nb::init<std::vector<int64_t>, Prepared, Value, std::vector<int64_t>>(), "matrices"_a,
+             "activations"_a, "out"_a, "biases"_a);
     nb::class_<ExpertsRegion>(m, "ExpertsRegion")
         .def(
             "__init__",
@@ -286,7 +291,12 @@ void bind_runtime(nb::module_ &m) {
         .def("add_vector", &Runtime::add_vector)
         .def("scale_vector", &Runtime::scale_vector)
         .def("add_rope", &Runtime::add_rope)
-        .def("add_routing", &Runtime::add_routing)
+        .def("add_routing",
+             [](Runtime &runtime, int64_t experts, int64_t chosen, bool sigmoid, bool renormalize,
+                float normalize_eps, float scale) {
+                 return runtime.add_routing(experts, chosen,
+                                            Gating{sigmoid, renormalize, normalize_eps, scale});
+             })
         .def("slots_row_bytes", &Runtime::slots_row_bytes)
         .def("allocate_activations", &Runtime::allocate_activations)
         .def("add_program",

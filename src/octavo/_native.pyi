@@ -140,8 +140,11 @@ class GatherStep:
 class KeepStep:
     def __init__(self, x: Value, width: int) -> None: ...
 
+class GateStep:
+    def __init__(self, x: Value, gate: Value, out: Value, width: int, group: int) -> None: ...
+
 class RouteStep:
-    def __init__(self, logits: Value, routing: int) -> None: ...
+    def __init__(self, logits: Value, routing: int, bias: int, factors: int) -> None: ...
 
 class SpreadStep:
     def __init__(
@@ -173,6 +176,7 @@ RowStep = (
     | RotateStep
     | GatherStep
     | KeepStep
+    | GateStep
     | RouteStep
     | SpreadStep
     | PrepareEachStep
@@ -203,7 +207,9 @@ class SlotsRegion:
     def __init__(self, routing: int, steps: Sequence[RowStep]) -> None: ...
 
 class ExpertsPart:
-    def __init__(self, matrices: Sequence[int], activations: Prepared, out: Value) -> None: ...
+    def __init__(
+        self, matrices: Sequence[int], activations: Prepared, out: Value, biases: Sequence[int]
+    ) -> None: ...
 
 class ExpertsRegion:
     def __init__(self, routing: int, parts: Sequence[ExpertsPart]) -> None: ...
@@ -266,7 +272,15 @@ class Runtime:
     def add_rope(
         self, dim: int, interleaved: bool, frequencies: Sequence[float], magnitude: float
     ) -> int: ...
-    def add_routing(self, experts: int, chosen: int, renormalize: bool) -> int: ...
+    def add_routing(
+        self,
+        experts: int,
+        chosen: int,
+        sigmoid: bool,
+        renormalize: bool,
+        normalize_eps: float,
+        scale: float,
+    ) -> int: ...
     def slots_row_bytes(self, experts: int, chosen: int, slot_bytes: int) -> int: ...
     def allocate_activations(self, row_bytes: int, local_row_bytes: int) -> None: ...
     def add_program(

@@ -47,8 +47,16 @@ def run(
                 values[op.out] = attend(values[op.q], keys, stored, op.head_dim, op)
             case model.GatedActivation(gate, up, out, activation):
                 values[out] = activate(values[gate], activation) * values[up]
-            case model.Route(logits, out, experts):
-                values[out] = route(values[logits], experts)
+            case model.GateRow(x, gate, out, group):
+                shares = 1.0 / (1.0 + np.exp(-values[gate]))
+                values[out] = values[x] * shares.repeat(group or values[x].shape[1], axis=1)
+            case model.Route(logits, out, experts, bias, factors):
+                values[out] = route(
+                    values[logits],
+                    experts,
+                    np.zeros(experts.count) if bias is None else weights[bias],
+                    np.ones(experts.count) if factors is None else weights[factors],
+                )
             case model.ExpertLinear(x, route_, _, out, experts):
                 choices = values[route_][:, : experts.chosen].astype(int)
                 rows = values[x].reshape(len(token_ids), -1, weights[op.weights[0]].shape[1])
@@ -58,7 +66,10 @@ def run(
                         [weights[op.weights[e]] @ row for e, row in zip(*each, strict=True)]
                         for each in zip(choices, rows, strict=True)
                     ]
-                ).reshape(len(rows), -1)
+                )
+                if experts.biases:
+                    values[out] += np.array([weights[role] for role in op.biases])[choices]
+                values[out] = values[out].reshape(len(rows), -1)
             case model.Combine(x, route_, out, experts):
                 shares = values[route_][:, experts.chosen :]
                 rows = values[x].reshape(len(token_ids), experts.chosen, -1)
@@ -71,15 +82,18 @@ def run(
     raise ValueError("the program computes no logits")
 
 
-def route(logits: Floats, experts: Experts) -> Floats:
+def route(logits: Floats, experts: Experts, bias: Floats, factors: Floats) -> Floats:
     """Each row's experts, then their weights."""
-    chosen = np.argsort(-logits, axis=1, kind="stable")[:, : experts.chosen]
-    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
-    shares /= shares.sum(axis=1, keepdims=True)
+    if experts.gating == "sigmoid":
+        shares = 1.0 / (1.0 + np.exp(-logits))
+    else:
+        shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+        shares /= shares.sum(axis=1, keepdims=True)
+    chosen = np.argsort(-(shares + bias), axis=1, kind="stable")[:, : experts.chosen]
     picked = np.take_along_axis(shares, chosen, axis=1)
     if experts.renormalize:
-        picked /= picked.sum(axis=1, keepdims=True)
-    return np.concatenate([chosen, picked], axis=1)
+        picked /= picked.sum(axis=1, keepdims=True) + experts.normalize_eps
+    return np.concatenate([chosen, picked * experts.scale * factors[chosen]], axis=1)
 
 
 def rotate(x: Floats, positions: npt.NDArray[np.int64], head_dim: int, rope: Rope) -> Floats:

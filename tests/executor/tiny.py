@@ -1,6 +1,7 @@
 """Small random models of every shape that the executor must get right."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,7 +10,9 @@ import numpy.typing as npt
 
 from octavo.loader.base import Checkpoint, Tokenizer, Weight, WeightFormat
 from octavo.models import families
+from octavo.models.build import Builder
 from octavo.models.config import Activation, Experts, Layer, ModelConfig, Rope
+from octavo.models.program import Program
 
 Floats = npt.NDArray[np.float64]
 
@@ -48,6 +51,40 @@ def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) ->
             "layers": (Layer(rope, 20), Layer(rope, 20), Layer(far)),
         }
     return ModelConfig(**(values | changes))
+
+
+def shared(experts: Experts = EXPERTS, family: str = "shared") -> ModelConfig:
+    """Experts beside one that every token goes to."""
+    layers = tuple(replace(layer, shared_expert=96) for layer in config("mixtral", experts).layers)
+    return config(family, layers=layers)
+
+
+def _shared_program(c: ModelConfig, *, gate: bool) -> Program:
+    """What no family has together: another router's input, factors, a gate."""
+    b = Builder(c)
+    b.embed(c.embedding_scale)
+    for layer in b.layers():
+        b.norm("x", "attn_norm", "h")
+        b.project_qkv("h", layer)
+        b.attend(layer)
+        b.add()
+        b.norm("x", "ffn_norm", "h")
+        b.shared_expert("h", layer.shared_expert, gate=gate)
+        assert layer.experts is not None
+        router = "h" if gate else "x"
+        b.sparse_feed_forward("h", layer.experts, router=router, factors="ffn_down_exps.scale")
+        b.add("shared")
+        b.add()
+    return b.head()
+
+
+# For tests to put among the families.
+SHARED = {
+    name: replace(
+        families.FAMILIES["mixtral"], name=name, program=partial(_shared_program, gate=gate)
+    )
+    for name, gate in (("shared", True), ("shared ungated", False))
+}
 
 
 def mixed(family: str = "llama") -> ModelConfig:

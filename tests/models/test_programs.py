@@ -234,6 +234,15 @@ def sharing(*shares: int | None, **last: object) -> dict[str, object]:
         ({"layers": sparse(Experts(4, 0, 8, True))}, "a token goes to 0 of 4 experts"),
         ({"layers": sparse(Experts(1025, 2, 8, True))}, "layer 0: 1025 experts, outside 1"),
         ({"layers": sparse(Experts(4, 2, 0, True))}, "experts' intermediate_size is 0"),
+        ({"layers": sparse(Experts(4, 2, 8, True, "tanh"))}, "gating is 'tanh', neither"),
+        ({"layers": sparse(Experts(4, 2, 8, True, normalize_eps=0.1))}, "0.1, .* for softmax"),
+        ({"layers": sparse(Experts(4, 2, 8, True, "sigmoid", 2.0))}, "2.0, .* for sigmoid"),
+        ({"layers": sparse(Experts(4, 2, 8, True, scale=0.0))}, "experts' scale is 0"),
+        ({"layers": (replace(SPARSE[0], shared_expert=-1),)}, "layer 0: shared_expert is -1"),
+        (
+            {"layers": tuple(replace(SPARSE[0], shared_expert=width) for width in (8, 0, 9))},
+            "layers differ in the width of their shared experts",
+        ),
     ],
 )
 def test_config_is_validated(change: dict[str, object], reason: str) -> None:

@@ -211,8 +211,8 @@ def weigh_formats(checkpoint: Checkpoint, isa: str | None = None) -> list[dict[s
 
 def part_of(role: str) -> str:
     """The part of the network a weight's role belongs to; a tied head is the embedding."""
-    names = [name for name in role.split(".") if not name.isdecimal() and name != "bias"]
-    name = names[-1]
+    names = role.split(".")
+    name = names[2] if names[0] == "layers" else names[0]
     if name == "token_embd":
         return "embedding"
     if name == "output":
@@ -221,7 +221,7 @@ def part_of(role: str) -> str:
         return "norms"
     if name.endswith("exps"):
         return "experts"
-    if name == "ffn_gate_inp":
+    if name.startswith("ffn_gate_inp") or name == "exp_probs_b":
         return "router"
     return name.split("_")[0].replace("attn", "attention")
 

@@ -11,6 +11,7 @@ from octavo.models.config import ModelConfig
 
 _SHOWN = 8  # most names an error lists
 ROUTER = "ffn_gate_inp"
+ROUTERS = (ROUTER, "ffn_gate_inp_shexp")  # of the experts, and the gate of the shared one
 _HALVES = (WeightFormat.F16, WeightFormat.BF16)
 # Tensors that hold all experts of a layer, and what of an expert lies one after the other in them.
 STACKS = {
@@ -44,7 +45,7 @@ def bind(
                 f"the model's metadata asks for {list(shape)}"
             )
         try:
-            wide = len(shape) == 1 or (role.endswith(ROUTER) and weight.format in _HALVES)
+            wide = len(shape) == 1 or (role.endswith(ROUTERS) and weight.format in _HALVES)
             weights[role] = vector(weight) if wide else weight
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None

@@ -15,6 +15,7 @@ from octavo.models.program import (
     Embed,
     ExpertLinear,
     GatedActivation,
+    GateRow,
     Linear,
     Logits,
     Op,
@@ -134,7 +135,7 @@ class Builder:
     def feed_forward(self, x: str, experts: Experts | None = None, out: str = "h") -> None:
         """Write down a gated feed-forward layer, or experts, from x to ``out``."""
         if experts is not None:
-            self._sparse_feed_forward(x, experts, out)
+            self.sparse_feed_forward(x, experts, out)
             return
         gate, up = self.value("gate"), self.value("up")
         self.linear(x, "ffn_gate", gate)
@@ -142,7 +143,36 @@ class Builder:
         self.append(GatedActivation(gate, up, gate, self.config.activation))
         self.linear(gate, "ffn_down", out)
 
-    def _sparse_feed_forward(self, x: str, experts: Experts, out: str) -> None:
+    def shared_expert(self, x: str, width: int, *, gate: bool, out: str = "shared") -> None:
+        """Write down the expert that every token goes to, from x to ``out``; with a ``gate`` of one
+        number a token.
+        """
+        self.widths |= {out: self.config.hidden_size, "shared_gate": width, "shared_up": width}
+        self.linear(x, "ffn_gate_shexp", "shared_gate")
+        self.linear(x, "ffn_up_shexp", "shared_up")
+        if gate:
+            self.widths["shared_share"] = 1
+            self.linear(x, "ffn_gate_inp_shexp", "shared_share")
+        activation = self.config.activation
+        self.append(GatedActivation("shared_gate", "shared_up", "shared_gate", activation))
+        self.linear("shared_gate", "ffn_down_shexp", out)
+        if gate:
+            self.append(GateRow(out, "shared_share", out))
+
+    def sparse_feed_forward(
+        self,
+        x: str,
+        experts: Experts,
+        out: str = "h",
+        *,
+        router: str | None = None,
+        factors: str | None = None,
+    ) -> None:
+        """Write down experts from x to ``out``.
+
+        ``router`` is the value that chooses them (x, if not given), ``factors`` the weight with a
+        factor of each expert's share.
+        """
         wide = experts.chosen * experts.intermediate_size
         self.widths |= {
             "router": experts.count,
@@ -156,8 +186,10 @@ class Builder:
         def linear(x: str, name: str, out: str) -> None:
             self.append(ExpertLinear(x, "route", self.role(name), out, experts))
 
-        self.linear(x, "ffn_gate_inp", "router")
-        self.append(Route("router", "route", experts))
+        self.linear(router or x, "ffn_gate_inp", "router")
+        bias = self.role("exp_probs_b.bias") if experts.selection_bias else None
+        own = None if factors is None else self.role(factors)
+        self.append(Route("router", "route", experts, bias, own))
         linear(x, "ffn_gate_exps", "expert_gate")
         linear(x, "ffn_up_exps", "expert_up")
         self.append(GatedActivation("expert_gate", "expert_up", "expert_gate", activation))

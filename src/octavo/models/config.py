@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +97,13 @@ class Experts:
     chosen: int  # experts a token
     intermediate_size: int  # of each
     renormalize: bool  # the chosen ones' shares add up to one
+    gating: Literal["softmax", "sigmoid"] = "softmax"  # makes shares of the router's logits
+    normalize_eps: float = 0.0  # sigmoid only: added to the sum that the shares are divided by
+    scale: float = 1.0  # multiplies the shares
+    # Each expert's share has a bias when experts are chosen, not when they are weighed (Wang et
+    # al., 2024).
+    selection_bias: bool = False
+    biases: bool = False  # of the experts' matrices
 
     def expected(self, tokens: int) -> float:
         """Return how many distinct experts so many tokens go to, if all choices are equally likely:
@@ -112,6 +120,7 @@ class Layer:
     rope: Rope
     window: int | None = None  # sliding window in tokens, the query included; None = global
     experts: Experts | None = None  # in place of a dense feed-forward layer; alike in all layers
+    shared_expert: int = 0  # width of the expert that every token goes to besides; 0: there is none
     num_kv_heads: int | None = None  # None: the model's
     head_dim: int | None = None  # None: the model's
     keys_as_values: bool = False  # it has no projection to values: they are what keys are made of
@@ -188,6 +197,8 @@ class ModelConfig:
                 raise ValueError(f"{name} is {value}, not a number from 0")
         if len({layer.experts for layer in self.layers} - {None}) > 1:
             raise ValueError("layers differ in their experts")
+        if len({layer.shared_expert for layer in self.layers} - {0}) > 1:
+            raise ValueError("layers differ in the width of their shared experts")
         for layer in dict.fromkeys(self.layers):
             if fault := _fault(layer, self.num_heads, *self.heads_of(layer)):
                 raise ValueError(f"layer {self.layers.index(layer)}: {fault}")
@@ -282,6 +293,16 @@ def _fault(layer: Layer, num_heads: int, num_kv_heads: int, head_dim: int) -> st
             return f"a token goes to {experts.chosen} of {experts.count} experts"
         if not 1 <= size <= 1 << 20:
             return f"experts' intermediate_size is {size}, outside 1 to {1 << 20}"
+        if experts.gating not in ("softmax", "sigmoid"):
+            return f"experts' gating is {experts.gating!r}, neither softmax nor sigmoid"
+        most = 1.0 if experts.gating == "sigmoid" else 0.0
+        if not 0.0 <= experts.normalize_eps <= most:
+            eps = experts.normalize_eps
+            return f"experts' normalize_eps is {eps}, outside 0 to {most:g} for {experts.gating}"
+        if not 1e-18 <= experts.scale <= 1e18:
+            return f"experts' scale is {experts.scale}, outside 1e-18 to 1e18"
+    if not 0 <= layer.shared_expert <= 1 << 20:
+        return f"shared_expert is {layer.shared_expert}, outside 0 to {1 << 20}"
     if not 2 <= rope.dim <= head_dim or rope.dim % 2:
         return f"rope dim {rope.dim} does not fit the head"
     for name in ("theta", "scale", "magnitude"):

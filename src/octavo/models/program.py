@@ -141,6 +141,10 @@ class Program:
         attention = (i for i, op in enumerate(self.ops) if isinstance(op, PagedAttention))
         return max(attention, default=0)
 
+    def roles(self, op: Op) -> tuple[str, ...]:
+        """Return the roles of an op's weights."""
+        return tuple(op.weight_shapes(self.widths, self.config))
+
     def elements(self, role: str) -> int:
         """Return how many numbers a weight has."""
         return prod(self.weights[role])
@@ -331,6 +335,32 @@ class GatedActivation(RowOp):
 
     def compute(self, at: Evaluation) -> None:
         at.values[self.out] = activate(at.values[self.gate], self.activation) * at.values[self.up]
+
+
+@dataclass(frozen=True, slots=True)
+class GateRow(Op):
+    """out = sigmoid(gate[i]) * x, of each group i of ``group`` elements (0: the whole row)."""
+
+    READS = ("x", "gate")
+
+    x: str
+    gate: str  # an element a group
+    out: str
+    group: int = 0
+
+    def work(self, program: Program) -> Work:
+        return Work(program.widths[self.x])
+
+    def compute(self, at: Evaluation) -> None:
+        x, gate = at.values[self.x], sigmoid(at.values[self.gate])
+        groups = x.reshape(*gate.shape, self.group or x.shape[-1])
+        at.values[self.out] = (groups * gate[..., np.newaxis]).reshape(x.shape)
+
+
+def sigmoid(x: Float32) -> Float32:
+    one = np.float32(1.0)
+    with np.errstate(over="ignore"):  # to infinity, whose inverse is the 0 that is meant
+        return (one / (one + np.exp(-x))).astype(np.float32, copy=False)
 
 
 def activate(x: Float32, activation: Activation) -> Float32:
@@ -534,8 +564,12 @@ def attend(
 @dataclass(frozen=True, slots=True)
 class Route(Op):
     """out[t] = the ``experts.chosen`` experts with the largest ``logits`` of a token, largest first
-    and of equal ones the first, then their weights: softmax over all experts or, renormalized, over
-    the chosen.
+    and of equal ones the first, then their weights.
+
+    An expert's share is the softmax over all experts, or the sigmoid, of its logit. With a ``bias``
+    the largest shares plus biases are chosen. Weights are the shares of the chosen, divided by
+    their sum (plus ``normalize_eps``) if they are renormalized, times ``scale`` and the expert's
+    own of ``factors``.
 
     What follows up to `Combine` is of these choices; there is no other `Route` in between.
     """
@@ -545,28 +579,45 @@ class Route(Op):
     logits: str  # as wide as there are experts
     out: str
     experts: Experts
+    bias: str | None = None  # [experts]
+    factors: str | None = None  # [experts]
+
+    @property
+    def _vectors(self) -> tuple[str, ...]:
+        return tuple(role for role in (self.bias, self.factors) if role is not None)
+
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        return dict.fromkeys(self._vectors, (widths[self.logits],))
 
     def work(self, program: Program) -> Work:
-        return Work(4 * program.widths[self.logits])
+        return Work(4 * program.widths[self.logits], self._vectors)
 
     def compute(self, at: Evaluation) -> None:
         """Write each token's experts (as numbers), then their weights."""
-        logits = at.values[self.logits]
-        chosen = np.argsort(-logits, axis=-1, kind="stable")[..., : self.experts.chosen]
-        shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        shares /= shares.sum(axis=-1, keepdims=True)
+        experts, logits = self.experts, at.values[self.logits]
+        if experts.gating == "sigmoid":
+            shares = sigmoid(logits)
+        else:
+            shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            shares /= shares.sum(axis=-1, keepdims=True)
+        ranks = logits if self.bias is None else shares + at.weights[self.bias]
+        chosen = np.argsort(-ranks, axis=-1, kind="stable")[..., : experts.chosen]
         picked = np.take_along_axis(shares, chosen, axis=-1)
-        if self.experts.renormalize:
-            picked /= picked.sum(axis=-1, keepdims=True)
+        if experts.renormalize:
+            picked /= picked.sum(axis=-1, keepdims=True) + np.float32(experts.normalize_eps)
+        picked *= np.float32(experts.scale)
+        if self.factors is not None:
+            picked *= at.weights[self.factors][chosen]
         at.values[self.out] = np.concatenate([chosen.astype(np.float32), picked], axis=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinear(Op):
-    """out[t, j] = x[t, j] @ weight[e].T, where e is the j-th choice of token t.
+    """out[t, j] = x[t, j] @ weight[e].T (+ bias[e]), where e is the j-th choice of token t.
 
     ``x`` is one row a token for all its experts, or a row for each of them side by side, as ``out``
-    is. The experts' matrices, each [out_features, in_features], are called ``weight.0``, …
+    is. The experts' matrices, each [out_features, in_features], are called ``weight.0``, …, and
+    their biases, if ``experts`` have any, ``weight.0.bias``, …
     """
 
     READS = ("x", "route")
@@ -581,15 +632,20 @@ class ExpertLinear(Op):
     def weights(self) -> tuple[str, ...]:
         return tuple(f"{self.weight}.{index}" for index in range(self.experts.count))
 
+    @property
+    def biases(self) -> tuple[str, ...]:
+        return tuple(f"{role}.bias" for role in self.weights) if self.experts.biases else ()
+
     def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
         inner, hidden = self.experts.intermediate_size, config.hidden_size
         out_of_hidden = widths[self.x] == hidden and widths[self.out] == self.experts.chosen * inner
-        return dict.fromkeys(self.weights, (inner, hidden) if out_of_hidden else (hidden, inner))
+        shape = (inner, hidden) if out_of_hidden else (hidden, inner)
+        return dict.fromkeys(self.weights, shape) | dict.fromkeys(self.biases, shape[:1])
 
     def work(self, program: Program) -> Work:
         first = self.weights[0]
         ops = 2 * program.elements(first) * self.experts.chosen
-        return Work(ops, self.weights, matrix=first, experts=self.experts)
+        return Work(ops, self.weights + self.biases, matrix=first, experts=self.experts)
 
     def compute(self, at: Evaluation) -> None:
         """Go expert by expert, over the tokens that chose it."""
@@ -600,6 +656,8 @@ class ExpertLinear(Op):
         for expert, role in enumerate(self.weights):
             of = chosen == expert
             out[of] = rows[of] @ at.weights[role].T
+            if self.experts.biases:
+                out[of] += at.weights[self.biases[expert]]
         at.values[self.out] = out.reshape(*x.shape[:-1], -1)
 
 

@@ -433,6 +433,7 @@ class _Loader:
                 rope = of.dim, of.interleaved, of.frequencies.tolist(), of.magnitude
                 return self._number(of, lambda: self.runtime.add_rope(*rope))
             case Experts():
-                key = of.count, of.chosen, of.renormalize
+                gating = of.gating == "sigmoid", of.renormalize, of.normalize_eps, of.scale
+                key = of.count, of.chosen, *gating
                 return self._number(key, lambda: self.runtime.add_routing(*key))
         return of

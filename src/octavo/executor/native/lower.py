@@ -344,6 +344,13 @@ class _Lowering:
         self._step(op.label, _native.FunctionStep, *args, op=i, experts=experts)
         return 1
 
+    def _gate_row(self, i: int, op: model.GateRow) -> int:
+        self._rows()
+        x, gate = (self.views[value] for value in self.uses[i].reads)
+        args = x, gate, self._in_place(i), x.width, op.group or x.width
+        self._step("gate", _native.GateStep, *args, op=i)
+        return 1
+
     def _embed(self, i: int, op: model.Embed) -> int:
         self._rows()
         args = WeightRef(op.weight), self._new_value(i), op.scale
@@ -393,7 +400,9 @@ class _Lowering:
 
     def _route(self, i: int, op: model.Route) -> int:
         self._rows()
-        self._step("route", _native.RouteStep, self._read(i), op.experts, op=i)
+        bias, factors = (-1 if role is None else WeightRef(role) for role in (op.bias, op.factors))
+        args = self._read(i), op.experts, bias, factors
+        self._step("route", _native.RouteStep, *args, op=i)
         self._region("sort", (), _native.SortRegion, op.experts)
         return 1
 
@@ -454,8 +463,10 @@ class _Lowering:
         parts = []
         for j, (each, buffer) in enumerate(zip(ops, inputs, strict=True), start=i):
             out = self._new_after_rows(j, experts)
-            matrices = [WeightRef(role) for role in each.weights]
-            parts.append(LoweredStep(_native.ExpertsPart, (matrices, buffer, out)))
+            matrices, biases = (
+                list(map(WeightRef, roles)) for roles in (each.weights, each.biases)
+            )
+            parts.append(LoweredStep(_native.ExpertsPart, (matrices, buffer, out, biases)))
         self._region(_names(ops), range(i, i + len(ops)), _native.ExpertsRegion, experts, parts)
         return len(ops)
 
@@ -510,6 +521,7 @@ LOWERINGS: dict[type[model.Op], Callable[[_Lowering, int, Any], int]] = {
     model.Slice: _Lowering._slice,
     model.Input: _Lowering._input,
     model.Linear: _Lowering._linears,
+    model.GateRow: _Lowering._gate_row,
     model.RopeAndStoreKv: _Lowering._rope,
     model.RotateQueries: _Lowering._rotate,
     model.PagedAttention: _Lowering._attention,

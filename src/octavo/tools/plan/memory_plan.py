@@ -413,7 +413,7 @@ def _purpose(role: str) -> str:
     own = role.split(".")[2]  # layers.N.own
     if own.startswith("attn"):
         return "attention"
-    if own == "ffn_gate_inp":
+    if own.startswith("ffn_gate_inp") or own == "exp_probs_b":
         return "router"
     return "experts" if own.endswith("_exps") else "feed-forward"
 

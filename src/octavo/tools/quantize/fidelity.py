@@ -45,7 +45,7 @@ from octavo.models.program import (
     soft_cap,
 )
 from octavo.tools.quantize.distance import Distances, distances
-from octavo.tools.quantize.layers import live, roles, split
+from octavo.tools.quantize.layers import live, split
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -324,7 +324,7 @@ class Exact:
                 found[op.weight] = np.concatenate(table)
                 groups = [np.searchsorted(used, group).astype(np.int32) for group in groups]
             elif not isinstance(op, ExpertLinear):
-                for role in roles(op):
+                for role in self.program.roles(op):
                     found[role] = _numbers(stored[role])
         return found, groups
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.loader.base import CheckpointError
-from octavo.loader.bind import ROUTER
+from octavo.loader.bind import ROUTERS
 from octavo.loader.hf_config import ORIGINAL, activation_key, model_config
 from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.models.config import Activation, Experts, LongRope, ModelConfig, Rope
-from octavo.models.families import FAMILIES
+from octavo.models.families import FAMILIES, program
 from octavo.models.family import MODULES, Family
 from octavo.models.hf_type import FULL, SLIDING, HfType
 from octavo.tools.quantize.grid import Scheme
@@ -70,9 +70,8 @@ def module_of(family: Family, part: str) -> str:
 
 def routers(config: ModelConfig) -> list[str]:
     """The modules that say which experts a token goes to: quantizing leaves them alone."""
-    sparse = (index for index, layer in enumerate(config.layers) if layer.experts is not None)
-    router = module_of(FAMILIES[config.family], ROUTER)
-    return [f"model.layers.{index}.{router}" for index in sparse]
+    roles = [role for role in program(config).weights if role.endswith(ROUTERS)]
+    return [place.name for place in places(config, roles)]
 
 
 def modules(ends: Mapping[str, Scheme]) -> dict[str, Scheme]:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from octavo.executor.reference import evaluate
 from octavo.executor.reference.evaluate import WholeSequences
 from octavo.loader.base import Checkpoint, CheckpointError, Weight
-from octavo.loader.bind import ROUTER
+from octavo.loader.bind import ROUTERS
 from octavo.loader.dequantize import dequantize
 from octavo.models.families import program
 from octavo.models.program import Op, Values, slots
@@ -34,7 +34,7 @@ from octavo.tools.quantize.awq_scaling import Stored, awq
 from octavo.tools.quantize.calibrate import Moments
 from octavo.tools.quantize.gptq_rounding import Order, gptq, relative_loss
 from octavo.tools.quantize.grid import Float32, Scheme
-from octavo.tools.quantize.layers import LayerOps, SharedInput, live, roles, split
+from octavo.tools.quantize.layers import LayerOps, SharedInput, live, split
 from octavo.tools.quantize.nearest import nearest
 from octavo.tools.quantize.state import LayerResult, QuantizeError, State
 
@@ -73,7 +73,7 @@ class Recipe:
         """What a weight is rounded to; None for one that stays as it is."""
         if not role.startswith("layers."):
             return self.ends.get(role)
-        stays = len(shape) != 2 or role.endswith(ROUTER) or role in self.kept
+        stays = len(shape) != 2 or role.endswith(ROUTERS) or role in self.kept
         return None if stays else self.scheme
 
 
@@ -326,7 +326,8 @@ class Quantizer:
         assert self.samples is not None
         count = max(1, CHUNK // self.samples.shape[1])
         used, samples = np.unique(self.samples, return_inverse=True)
-        weights = {role: self._embedding(role, used) for op in self.before for role in roles(op)}
+        roles = (role for op in self.before for role in self.program.roles(op))
+        weights = {role: self._embedding(role, used) for role in roles}
         chunks = []
         for start in range(0, len(self.samples), count):
             values: Values = {}

@@ -52,6 +52,13 @@ def bind(
     return weights
 
 
+def unread(config: ModelConfig) -> set[str]:
+    """The roles of what files may have for layers that read others' keys and values."""
+    sharing = (index for index, layer in enumerate(config.layers) if layer.shares is not None)
+    parts = ("attn_k", "attn_v", "attn_k_norm")
+    return {f"layers.{index}.{part}" for index in sharing for part in parts}
+
+
 def experts(prefix: str, part: str, weight: Weight, config: ModelConfig) -> dict[str, Weight]:
     """The experts' matrices by role, of a tensor of `STACKS` that holds them all.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from octavo.loader.base import ChatTemplate, Checkpoint, Weight
-from octavo.loader.bind import STACKS, bind, experts, listed, trim_heap
+from octavo.loader.bind import STACKS, bind, experts, listed, trim_heap, unread
 from octavo.loader.chat_template import JinjaChatTemplate, several_templates
 from octavo.loader.generation_config import of_gguf
 from octavo.loader.gguf import GgufFile
@@ -82,9 +82,9 @@ def _by_role(
     file: GgufFile, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, Weight]:
     weights: dict[str, Weight] = {}
-    fused = FAMILIES[config.family].gguf_fusions
+    fused, passed_over = FAMILIES[config.family].gguf_fusions, unread(config)
     for name in file.tensors:
-        if name in _CONFIG_TENSORS:
+        if name in _CONFIG_TENSORS or role(name) in passed_over:
             continue
         weight, key = file.weight(name), role(name)
         prefix, _, part = key.rpartition(".")

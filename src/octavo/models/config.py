@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
@@ -265,6 +266,23 @@ class ModelConfig:
             return self
         layers = (replace(layer, rope=layer.rope.for_length(length)) for layer in self.layers)
         return replace(self, layers=tuple(layers), fixed_from=self.default_length)
+
+
+def share_caches(layers: Sequence[Layer], count: int) -> tuple[Layer, ...]:
+    """Return the layers of which the last ``count`` read the keys and values of the last one before
+    them that sees as much. Raise `ValueError` where there is none.
+    """
+    if not 0 <= count < len(layers):
+        raise ValueError(f"{count} of {len(layers)} layers are to share caches")
+    own = len(layers) - count
+    last = {layer.window: index for index, layer in enumerate(layers[:own])}
+    for index, layer in enumerate(layers[own:], start=own):
+        if layer.window not in last:
+            raise ValueError(f"none of the first {own} layers sees as much as layer {index}")
+    return tuple(
+        layer if index < own else replace(layer, shares=last[layer.window], keys_as_values=False)
+        for index, layer in enumerate(layers)
+    )
 
 
 def _fault(layer: Layer, num_heads: int, num_kv_heads: int, head_dim: int) -> str | None:

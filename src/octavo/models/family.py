@@ -138,6 +138,7 @@ class Family:
     keys: tuple[Key, ...] = ()  # numbers that not all families have
     fixed: tuple[Fixed, ...] = ()
     embedding_root: bool = False  # embeddings are multiplied by the root of hidden_size
+    attention_scale: float | None = None  # None: 1/sqrt(head_dim), unless a key says otherwise
     modules: Mapping[str, str] = field(default_factory=dict)  # see `MODULES`, which these add to
     fused: tuple[Fused, ...] = ()  # of the files that are written; `FUSED` are read in any case
 
@@ -152,6 +153,7 @@ class Family:
     )
     passed_over: tuple[str, ...] = ()  # keys that the class has and the model does not heed
     norm_offset: float = 0.0  # what norms' weights in a folder lack
+    bare: frozenset[str] = frozenset()  # roles whose tensors' names have no ending ".weight"
     written: Mapping[str, Any] = field(default_factory=dict)  # keys of no consequence
 
     # GGUF
@@ -160,6 +162,8 @@ class Family:
     interleaved: bool = False  # q and k are permuted so that neighbours are rotated together
     windows: Windows | None = None
     expert_size: str = ""  # the key of an expert's width: the family has experts
+    also_dense: bool = False  # … or none
+    keys_as_values: bool = False  # layers without a projection to values take the keys' one
     # The one size whose attention scale is 1/sqrt(hidden_size / heads), by its number of layers.
     hidden_scale_layers: int = 0
     merged_spaces: bool = False  # a SentencePiece vocabulary reaches runs of spaces by merging

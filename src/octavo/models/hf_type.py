@@ -56,6 +56,8 @@ LLAMA_DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+# Where layers that see everything have wider heads (Gemma 4): a part of the frequencies of all pairs.
+PROPORTIONAL = "proportional"
 ROPE_TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
 
 

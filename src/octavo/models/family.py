@@ -83,6 +83,7 @@ def _square(x: float) -> float:
 
 
 PLAIN = Form(float, float)
+COUNT = Form(int, int)
 INVERSE = Form(lambda number: 1.0 / (number or 1.0), lambda x: 1.0 / x)  # of 0 there is none
 INVERSE_SQUARE = Form(lambda number: 1.0 / sqrt(number), _square)
 

@@ -19,7 +19,7 @@ from typing import Any
 from octavo.models import gemma2
 from octavo.models.build import Builder
 from octavo.models.config import Activation, Layer, ModelConfig
-from octavo.models.family import TOWERS, Family, Key, Windows
+from octavo.models.family import COUNT, TOWERS, Family, Key, Windows
 from octavo.models.hf_type import (
     FULL,
     PROPORTIONAL,
@@ -204,7 +204,12 @@ FAMILY = Family(
     title="Gemma 4",
     note="text only: what sees pictures or hears is passed over",
     program=program,
-    keys=(Key("logits_softcap", _CAP, _CAP, default=30.0, null=0.0),),
+    keys=(
+        Key("logits_softcap", _CAP, _CAP, default=30.0, null=0.0),
+        Key(
+            "per_layer_input", gguf="embedding_length_per_layer_input", default=0.0, form=COUNT
+        ),
+    ),
     embedding_root=True,
     attention_scale=1.0,
     modules={

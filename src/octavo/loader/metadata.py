@@ -320,9 +320,10 @@ class _Reader:
         self.used.add(key)
         if values.dtype.kind not in "iu" or values.shape != (count,):
             self.fail(key, f"is not one integer for each of {count} layers")
-        if (values < 1).any() or (values >= 1 << 31).any():
+        numbers = [int(value) for value in values]
+        if not all(1 <= number < 1 << 31 for number in numbers):
             self.fail(key, f"is not from 1 to {(1 << 31) - 1} in every layer")
-        return [int(value) for value in values]
+        return numbers
 
     def same(self, key: str, values: np.ndarray[Any, np.dtype[Any]]) -> int:
         """The number that every layer has."""

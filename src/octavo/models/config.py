@@ -339,7 +339,7 @@ def _fault(layer: Layer, num_heads: int, num_kv_heads: int, head_dim: int) -> st
                     "tokens on"
                 )
     for factors in (rope.factors, later):
-        if not all(0.0 < factor for factor in factors):
+        if not all(factor > 0.0 for factor in factors):
             return "a rope factor is not a positive number"
         if factors and len(factors) != rope.dim // 2:
             return f"{len(factors)} rope factors for {rope.dim // 2} pairs"

@@ -24,6 +24,8 @@ from octavo.models.program import Program
 QKV = frozenset({"attn_q", "attn_k", "attn_v"})
 ATTENTION = QKV | {"attn_output"}
 FFN = frozenset({"ffn_gate", "ffn_up", "ffn_down"})
+# The matrices of what each layer gets of a token beside the residual stream (Gemma 4).
+LAYER_INPUTS = frozenset({"per_layer_token_embd", "per_layer_model_proj", "inp_gate", "proj"})
 # What Hugging Face usually calls the roles, without the prefix "model." and the layer's; {} stands
 # for an expert's number.
 MODULES = {
@@ -125,6 +127,7 @@ class Windows(NamedTuple):
     period: int = 0  # one layer in so many sees everything, if the file does not say; 0: none does
     # The rotary base of layers with a window, which are never scaled; None: they are as the others.
     theta: float | None = None
+    flags: bool = False  # files have a flag for each layer, not the period
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

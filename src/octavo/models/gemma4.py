@@ -124,8 +124,8 @@ def _of_global_layers(values: Section, key: str, otherwise: Any) -> Any:
     if by_layer is None:
         return otherwise
     types = values.values["layer_types"]
-    far = {str(index): {} for index, kind in enumerate(types) if kind == FULL}
-    if not isinstance(by_layer, dict) or not by_layer.keys() <= far.keys():
+    far = [str(index) for index, kind in enumerate(types) if kind == FULL]
+    if not isinstance(by_layer, dict) or not by_layer.keys() <= {*far}:
         values.fail("per_layer_config is not an object of layers that see everything")
     sections = [by_layer.get(index, {}) for index in far]
     first = sections[0] if sections else {}
@@ -206,9 +206,7 @@ FAMILY = Family(
     program=program,
     keys=(
         Key("logits_softcap", _CAP, _CAP, default=30.0, null=0.0),
-        Key(
-            "per_layer_input", gguf="embedding_length_per_layer_input", default=0.0, form=COUNT
-        ),
+        Key("per_layer_input", gguf="embedding_length_per_layer_input", default=0.0, form=COUNT),
     ),
     embedding_root=True,
     attention_scale=1.0,
@@ -267,7 +265,7 @@ FAMILY = Family(
     ),
     ignored=(*TOWERS, "audio_tower.", "vision_embedder.", "embed_vision.", "embed_audio."),
     activation=Activation.GELU_TANH,
-    windows=Windows(period=6, theta=1e4),
+    windows=Windows(period=6, theta=1e4, flags=True),
     expert_size="expert_feed_forward_length",
     also_dense=True,
     keys_as_values=True,

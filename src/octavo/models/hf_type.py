@@ -56,7 +56,7 @@ LLAMA_DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
-# Where layers that see everything have wider heads (Gemma 4): a part of the frequencies of all pairs.
+# Some pairs are rotated, with the frequencies that they have where all are (Gemma 4).
 PROPORTIONAL = "proportional"
 ROPE_TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
 

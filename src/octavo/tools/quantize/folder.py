@@ -109,7 +109,7 @@ class FolderTarget:
             else:
                 tensors = {place.ending: self._tensor(place, result)}
             for part, tensor in tensors.items():
-                writer.add(f"{place.name}.{part}", tensor)
+                writer.add(place.tensor(part), tensor)
 
     def _module(self, place: HfModule, result: LayerResult) -> dict[str, HfTensor]:
         parts = []

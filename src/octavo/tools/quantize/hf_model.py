@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.models.config import Activation, Experts, LongRope, ModelConfig, Rope
 from octavo.models.families import FAMILIES, program
 from octavo.models.family import MODULES, Family
-from octavo.models.hf_type import FULL, SLIDING, HfType
+from octavo.models.hf_type import FULL, PROPORTIONAL, SLIDING, HfType
 from octavo.tools.quantize.grid import Scheme
 from octavo.tools.quantize.same_model import difference
 from octavo.tools.quantize.state import QuantizeError
@@ -33,8 +34,12 @@ class HfModule(NamedTuple):
     """A tensor or module of the folder, and the roles of which it is made, one below the other."""
 
     name: str  # without ".weight" and the like
-    ending: str  # "weight" or "bias"
+    ending: str  # "weight", "bias", or none
     roles: tuple[str, ...]
+
+    def tensor(self, ending: str) -> str:
+        """The name of a tensor of the module."""
+        return f"{self.name}.{ending}" if ending else self.name
 
 
 def places(config: ModelConfig, roles: list[str]) -> Iterator[HfModule]:
@@ -59,13 +64,15 @@ def places(config: ModelConfig, roles: list[str]) -> Iterator[HfModule]:
         members = tuple(prefix + each + bias for each in parts)
         seen.update(members)
         base = "" if part == "output" else "model."
-        yield HfModule(base + prefix + module, bias[1:] or "weight", members)
+        ending = "" if part in family.bare else bias[1:] or "weight"
+        yield HfModule(base + prefix + module, ending, members)
 
 
 def module_of(family: Family, part: str) -> str:
     """What a folder calls a role of a layer: ``ffn_up_exps.3`` → ``mlp.experts.3.up_proj``."""
+    modules = {**MODULES, **family.modules}
     name, _, expert = part.partition(".")
-    return {**MODULES, **family.modules}[name].format(expert)
+    return modules[part] if part in modules else modules[name].format(expert)
 
 
 def routers(config: ModelConfig) -> list[str]:
@@ -135,6 +142,8 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
             values[key] = bool(roles & (c.biases - family.biases))
     if c.experts is not None:
         values |= _experts(c, c.experts, kind)
+    if "per_layer_config" in kind.defaults:
+        values |= _global_layers(c)
     if "use_sliding_window" in kind.defaults:
         values |= {"use_sliding_window": False, "sliding_window": None}
         values["max_window_layers"] = len(c.layers)
@@ -154,10 +163,28 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
     return {**values, **dict.fromkeys(family.passed_over), **family.written}
 
 
+def _global_layers(c: ModelConfig) -> dict[str, Any]:
+    """What layers that see everything have of their own, and what the last ones share."""
+    far = {str(i): c.heads_of(layer) for i, layer in enumerate(c.layers) if layer.window is None}
+    return {
+        "per_layer_config": {
+            index: {"head_dim": head_dim, "num_key_value_heads": kv_heads}
+            for index, (kv_heads, head_dim) in far.items()
+        },
+        "attention_k_eq_v": any(layer.keys_as_values for layer in c.layers),
+        "num_kv_shared_layers": sum(layer.shares is not None for layer in c.layers),
+        "use_double_wide_mlp": any(layer.intermediate_size is not None for layer in c.layers),
+        "hidden_size_per_layer_input": c.per_layer_input,
+        "vocab_size_per_layer_input": c.vocab_size,
+    }
+
+
 def _experts(c: ModelConfig, experts: Experts, kind: HfType) -> dict[str, Any]:
     own = {
         "num_experts": experts.count,
         "num_local_experts": experts.count,
+        "enable_moe_block": True,
+        "top_k_experts": experts.chosen,
         "moe_intermediate_size": experts.intermediate_size,
         "norm_topk_prob": experts.renormalize,
         "decoder_sparse_step": 1,
@@ -181,6 +208,9 @@ def _rope_sections(config: ModelConfig) -> Iterator[dict[str, Any]]:
     near = [rope for local, rope in ropes if local]
     if len(far) > 1 or len(near) > 1:
         raise _refusal(config, "layers of one kind have different rotary positions")
+    if PROPORTIONAL in FAMILIES[config.family].hf[0].rope_types:
+        yield {"rope_parameters": {FULL: _proportional(far), SLIDING: _plain(near)}}
+        return
     base: dict[str, Any] = {"rope_theta": (far or near)[0].theta}
     if local_base:
         base["rope_local_base_freq"] = near[0].theta if near else 10000.0
@@ -190,6 +220,25 @@ def _rope_sections(config: ModelConfig) -> Iterator[dict[str, Any]]:
         if scaling is not None and scaling["rope_type"] == "longrope":
             section["original_max_position_embeddings"] = scaling.pop("original")
         yield base | section
+
+
+def _plain(ropes: list[Rope]) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": ropes[0].theta if ropes else 10000.0}
+
+
+def _proportional(ropes: list[Rope]) -> dict[str, Any]:
+    if not ropes or not ropes[0].rotated:
+        return {"rope_type": PROPORTIONAL, "rope_theta": 1e6, "partial_rotary_factor": 0.0}
+    (rope, *_) = ropes
+    pairs = rope.dim // 2
+    rotated = sum(factor < inf for factor in rope.factors) if rope.factors else pairs
+    return {
+        "rope_type": PROPORTIONAL,
+        "rope_theta": rope.theta,
+        # Rounded down to whole pairs by those who read it.
+        "partial_rotary_factor": min((rotated + 0.25) / pairs, 1.0),
+        "factor": 1.0 / rope.scale,
+    }
 
 
 def _scalings(config: ModelConfig, rope: Rope) -> Iterator[dict[str, Any] | None]:

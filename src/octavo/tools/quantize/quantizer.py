@@ -29,7 +29,7 @@ from octavo.loader.base import Checkpoint, CheckpointError, Weight
 from octavo.loader.bind import ROUTERS
 from octavo.loader.dequantize import dequantize
 from octavo.models.families import program
-from octavo.models.program import Op, Values, slots
+from octavo.models.program import Embed, Op, Values, slots
 from octavo.tools.quantize.awq_scaling import Stored, awq
 from octavo.tools.quantize.calibrate import Moments
 from octavo.tools.quantize.gptq_rounding import Order, gptq, relative_loss
@@ -326,8 +326,13 @@ class Quantizer:
         assert self.samples is not None
         count = max(1, CHUNK // self.samples.shape[1])
         used, samples = np.unique(self.samples, return_inverse=True)
-        roles = (role for op in self.before for role in self.program.roles(op))
-        weights = {role: self._embedding(role, used) for role in roles}
+        weights = {
+            role: self._embedding(role, used)
+            if isinstance(op, Embed)
+            else dequantize(self.weights[role])
+            for op in self.before
+            for role in self.program.roles(op)
+        }
         chunks = []
         for start in range(0, len(self.samples), count):
             values: Values = {}

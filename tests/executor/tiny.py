@@ -1,6 +1,7 @@
 """Small random models of every shape that the executor must get right."""
 
 from dataclasses import replace
+from math import inf
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from octavo.loader.base import Checkpoint, Tokenizer, Weight, WeightFormat
 from octavo.models import families
 from octavo.models.build import Builder
-from octavo.models.config import Activation, Experts, Layer, ModelConfig, Rope
+from octavo.models.config import Activation, Experts, Layer, ModelConfig, Rope, share_caches
 from octavo.models.program import Program
 
 Floats = npt.NDArray[np.float64]
@@ -95,6 +96,47 @@ def mixed(family: str = "llama") -> ModelConfig:
     narrow, wide = Layer(near, 20), Layer(far, num_kv_heads=1, head_dim=56)
     shared = replace(narrow, shares=2), replace(wide, shares=1)
     return config(family, layers=(narrow, wide, narrow, *shared))
+
+
+WIDTHS = (32, 40, 64, 80, 96, 128, 192, 256, 512)
+
+
+def widths(family: str = "llama") -> ModelConfig:
+    """A layer for each width of heads, with and without a window, on one KV head or two."""
+    return config(
+        family,
+        layers=tuple(
+            Layer(
+                Rope(10000.0, dim, interleaved=family == "llama"),
+                20 if index % 2 else None,
+                num_kv_heads=1 + index % 2,
+                head_dim=dim,
+            )
+            for index, dim in enumerate(WIDTHS)
+        ),
+    )
+
+
+def gemma4(kind: str) -> ModelConfig:
+    """Gemma 4 as the E models are ("e"), with "experts", or with "keys" as values."""
+    proportional = Rope(1e6, 40, interleaved=False, factors=(1.0,) * 5 + (inf,) * 15)
+    near = Layer(Rope(10000.0, 16, interleaved=False), 20)
+    far = Layer(proportional, num_kv_heads=1, head_dim=40, keys_as_values=kind != "e")
+    layers: tuple[Layer, ...] = (near, far, near, far)
+    if kind == "experts":
+        layers = tuple(replace(layer, experts=EXPERTS) for layer in layers)
+    if kind == "e":
+        wide = [replace(layer, intermediate_size=160) for layer in (near, near, far)]
+        layers = share_caches((near, far, near, *wide), 3)
+    return config(
+        "gemma4",
+        activation=Activation.GELU_TANH,
+        embedding_scale=8.0,
+        attention_scale=1.0,
+        logits_softcap=30.0,
+        per_layer_input=24 if kind == "e" else 0,
+        layers=layers,
+    )
 
 
 def values_scale(head_dim: int) -> float:

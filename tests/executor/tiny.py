@@ -101,13 +101,14 @@ def mixed(family: str = "llama") -> ModelConfig:
 WIDTHS = (32, 40, 64, 80, 96, 128, 192, 256, 512)
 
 
-def widths(family: str = "llama") -> ModelConfig:
+def widths() -> ModelConfig:
     """A layer for each width of heads, with and without a window, on one KV head or two."""
     return config(
-        family,
+        "qwen3",
+        attention_scale=1.0 / 16.0,
         layers=tuple(
             Layer(
-                Rope(10000.0, dim, interleaved=family == "llama"),
+                Rope(10000.0, dim, interleaved=False),
                 20 if index % 2 else None,
                 num_kv_heads=1 + index % 2,
                 head_dim=dim,

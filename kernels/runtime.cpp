@@ -86,11 +86,11 @@ int64_t grain_for(int64_t items, int threads) {
 }
 
 void check_group(Format format, int64_t group) {
-    if (!format_info(format).grouped)
+    const int64_t step = group_step(format);
+    if (step == 0)
         check_range("group of a format without one", group, 0, 0);
-    else if (group < 1 || group % format_info(format).block_values != 0)
-        refuse("groups of " + text(group) + " inputs are not whole blocks of " +
-               text(format_info(format).block_values));
+    else if (group < 1 || group % step != 0)
+        refuse("groups of " + text(group) + " inputs are not whole blocks of " + text(step));
 }
 
 int64_t column_blocks(int64_t n) {
@@ -103,14 +103,24 @@ int64_t expert_units(int64_t n) {
 
 } // namespace
 
-void check_zeros(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group) {
-    if (format != Format::I3 && format != Format::I4)
-        return;
-    const int64_t groups = (k + group - 1) / group, row = row_bytes(format, k, group);
-    for (int64_t i = 0; i < n; ++i)
-        for (int64_t g = 0; g < groups; ++g)
-            check_range("zero of a group", int64_t(data[i * row + groups * 4 + g]), 0,
-                        format == Format::I3 ? 8 : 16);
+void check_rows(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group) {
+    const int64_t row = row_bytes(format, k, group);
+    const auto is_nan = [](std::byte code) { return (code & std::byte{0x7f}) == std::byte{0x7f}; };
+    for (int64_t i = 0; i < n; ++i, data += row) {
+        if (format == Format::E4M3) {
+            if (std::any_of(data + row - k, data + row, is_nan))
+                refuse("a number of row " + text(i) + " is NaN");
+        } else if (format == Format::NVFP4) {
+            for (int64_t at = format_info(format).header; at < row; at += 18)
+                if (is_nan(data[at]) || is_nan(data[at + 1]))
+                    refuse("a scale of row " + text(i) + " is NaN");
+        } else if (format == Format::I2 || format == Format::I3 || format == Format::I4) {
+            const int64_t groups = (k + group - 1) / group;
+            const int64_t most = format == Format::I2 ? 4 : format == Format::I3 ? 8 : 16;
+            for (int64_t g = 0; g < groups; ++g)
+                check_range("zero of a group", int64_t(data[groups * 4 + g]), 0, most);
+        }
+    }
 }
 
 Runtime::Runtime(const Tier &tier, const RuntimeConfig &config, std::shared_ptr<ThreadPool> pool)
@@ -169,7 +179,7 @@ void Runtime::pack_rows(int64_t matrix, int64_t first, int64_t last, const std::
         refuse(rows + " of " + text(k) + " numbers have " + text(bytes) + " bytes of data, not " +
                text(needed));
     }
-    check_zeros(format, data, last - first, k, group);
+    check_rows(format, data, last - first, k, group);
     // It lies in an arena of ours, and nothing runs meanwhile.
     std::byte *to =
         const_cast<std::byte *>(packed) + tier_.linear.packed_bytes(format, first, k, group);

@@ -531,8 +531,8 @@ class Runtime {
     bool profiling_ = false;
 };
 
-// Throws std::invalid_argument unless every zero of n rows of a grouped format is one that the
-// kernels count on (linear.h).
-void check_zeros(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group);
+// Throws std::invalid_argument unless n rows are as the kernels count on (linear.h): zeros of
+// grouped formats in their range, and no E4M3 number NaN.
+void check_rows(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group);
 
 } // namespace octavo

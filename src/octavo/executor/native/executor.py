@@ -30,6 +30,7 @@ from octavo.executor.base import (
 )
 from octavo.executor.cost import CostModel
 from octavo.executor.native import lower
+from octavo.executor.native.held_form import held_form
 from octavo.executor.native.packing import cost_model, held_bytes, scaled_bytes, tier_name
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import Checkpoint, CheckpointError, Weight, WeightFormat
@@ -340,7 +341,7 @@ class _Loader:
 
     def _load_weights(self, program: Program, weights: Mapping[str, Weight]) -> None:
         check_weights(program, {**weights, **self.held}, self.source)
-        new = {role: weights[role] for role in program.weights if role not in self.held}
+        new = {role: held_form(weights[role]) for role in program.weights if role not in self.held}
         packed = (
             self.runtime.packed_bytes(weight.format, *weight.shape, weight.group)
             for weight in new.values()

@@ -202,7 +202,7 @@ _CAP = "final_logit_softcapping"
 FAMILY = Family(
     name="gemma4",
     title="Gemma 4",
-    note="text only: what sees pictures or hears is passed over",
+    note="dense, with experts, and E models; text only: what sees or hears is passed over",
     program=program,
     keys=(
         Key("logits_softcap", _CAP, _CAP, default=30.0, null=0.0),

@@ -257,7 +257,8 @@ void Runtime::allocate_activations(int64_t row_bytes, int64_t local_row_bytes) {
 void Runtime::check_value(const Value &value, int64_t width, const char *what) const {
     const int64_t end = value.offset + value.stride * int64_t(sizeof(float));
     if (value.offset < 0 || value.offset % 64 != 0 || value.first < 0 || width < 1 ||
-        value.stride < width || value.first > value.stride - width || value.stride % 16 != 0 || end > (value.local ? local_row_bytes_ : row_bytes_)) {
+        value.stride < width || value.first > value.stride - width || value.stride % 16 != 0 ||
+        end > (value.local ? local_row_bytes_ : row_bytes_)) {
         refuse(std::string(what) + " does not fit the activation arena");
     }
 }

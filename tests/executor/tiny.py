@@ -1,8 +1,8 @@
 """Small random models of every shape that the executor must get right."""
 
 from dataclasses import replace
-from math import inf
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 

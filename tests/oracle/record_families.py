@@ -295,7 +295,7 @@ def gemma4(sizes: dict[str, Any]) -> dict[str, Tiny]:
                 "num_global_key_value_heads": 2,
                 "head_dim": 12,
                 "global_head_dim": 20,
-                "intermediate_size": 37,
+                "intermediate_size": 36,
             },
             given,
             gguf=True,

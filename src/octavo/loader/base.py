@@ -151,6 +151,22 @@ class Weight(NamedTuple):
             first += count
         return parts
 
+    def take(self, rows: npt.NDArray[np.intp]) -> Weight:
+        """Return some rows in another order: made when asked for."""
+
+        def make(first: int, last: int) -> Bytes:
+            wanted = rows[first:last]
+            cuts = np.flatnonzero(np.diff(wanted) != 1) + 1
+            runs = (run for run in np.split(wanted, cuts) if len(run))
+            return np.concatenate([self.rows(run[0], run[-1] + 1).reshape(-1) for run in runs])
+
+        count = len(rows)
+        stored = self.stored_as
+        if stored is not None:
+            stored = stored._replace(nbytes=stored.nbytes * count // self.shape[0])
+        source = MadeRows(count, self.nbytes // self.shape[0], make)
+        return self._replace(shape=(count, *self.shape[1:]), source=source, stored_as=stored)
+
     def stacked(self, parts: int = 1) -> list[list[Weight]]:
         """Return each matrix of a stack [count, rows, in], cut into so many of equal rows."""
         count, rows = self.shape[:2]

@@ -27,7 +27,8 @@ _BITS = {WeightFormat.I2: 2, WeightFormat.I3: 3, WeightFormat.I4: 4, WeightForma
 
 
 def dequantize(weight: Weight, first: int = 0, last: int | None = None) -> Float32:
-    """Rows ``first`` to ``last`` of a matrix, [rows, inputs]; or a whole vector.
+    """Rows ``first`` to ``last`` of a matrix, [rows, inputs], or of a convolution's weight; or a
+    whole vector.
 
     Inputs of a matrix with an order of its own (`Weight.order`) stand in the activations' order.
     """
@@ -43,7 +44,7 @@ def dequantize(weight: Weight, first: int = 0, last: int | None = None) -> Float
         blocks = np.ascontiguousarray(data).reshape(-1, size)
         values = read(blocks).reshape(len(data), inputs)
     else:
-        values = _floats(weight.format, data).reshape(len(data), inputs)
+        values = _floats(weight.format, data).reshape(len(data), *weight.shape[1:])
     if weight.order is None:
         return values
     ordered = np.empty_like(values)

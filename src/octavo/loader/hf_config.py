@@ -28,7 +28,7 @@ from octavo.models.config import (
     Rope,
     share_caches,
 )
-from octavo.models.families import HF_TYPES, HF_WRAPPERS
+from octavo.models.families import HF_TYPES, HF_WRAPPERS, LATENT
 from octavo.models.family import Key
 from octavo.models.hf_type import FULL, PROPORTIONAL, SLIDING, HfType
 from octavo.models.section import Section
@@ -44,7 +44,7 @@ ACTIVATIONS = {
     "gelu_fast": Activation.GELU_TANH,
     "gelu_accurate": Activation.GELU_TANH,
 }
-LAYER_TYPES = {FULL: False, SLIDING: True, "attention": False}  # whether it has a window
+LAYER_TYPES = {FULL: FULL, SLIDING: SLIDING, "attention": FULL}
 # Keys that every model class reads beside its own, and what they must not be.
 REFUSED: dict[str, Callable[[Any], bool]] = {
     "per_layer_config": lambda value: value is not None,
@@ -118,6 +118,10 @@ class _Reader:
         whole = folder.json(CONFIG)
         model_type = Section(self.fail, whole).text("model_type")
         wrapper = HF_WRAPPERS.get(model_type)
+        if model_type in LATENT:
+            self.fail(
+                f"model_type {model_type!r} is not supported: latent attention is planned for only"
+            )
         if model_type not in HF_TYPES and wrapper is None:
             supported = ", ".join((*HF_TYPES, *HF_WRAPPERS))
             self.fail(f"model_type {model_type!r} is not supported; supported are {supported}")
@@ -172,7 +176,7 @@ class _Reader:
             "num_heads": self.heads,
             "num_kv_heads": self.count("num_key_value_heads"),
             "head_dim": self.head_dim,
-            "intermediate_size": self.count("intermediate_size"),
+            "intermediate_size": self.feed_forward(),
             "norm_eps": self.section.real(self.family.eps.hf),
             "activation": self.activation(),
             "attention_scale": self.family.attention_scale or 1.0 / sqrt(self.head_dim),
@@ -211,19 +215,25 @@ class _Reader:
         else:
             rope = local = self.rope(ropes, self.head_dim)
         window = self.window() if self.has("sliding_window") else None
-        types = [window is not None] * self.num_layers
+        types = [SLIDING if window is not None else FULL] * self.num_layers
         if self.has("layer_types"):
             types = self.layer_types()
-            if any(types) and window is None and not self.kind.null_window:
+            if SLIDING in types and window is None and not self.kind.null_window:
                 key = "use_sliding_window"
                 why = f"{key} is false" if self.has(key) else "sliding_window is null"
                 self.fail(f"layer_types has {SLIDING}, but {why}")
-        near, far = Layer(local, window), Layer(rope)
+        far = Layer(rope)
         if self.has("global_head_dim"):
             far = self.global_layer(far, wide)
+        kinds = {FULL: far, SLIDING: Layer(local, window)}
+        if (recurrent := self.family.recurrent) is not None and recurrent.layer_type in types:
+            kinds[recurrent.layer_type] = Layer(rope, recurrence=recurrent.hf(self.count))
+        shared = 0
+        if self.has("shared_expert_intermediate_size"):
+            shared = self.count("shared_expert_intermediate_size")
         layers = [
-            replace(near if sliding else far, experts=experts)
-            for sliding, experts in zip(types, self.experts(), strict=True)
+            replace(kinds[kind], experts=experts, shared_expert=shared if experts else 0)
+            for kind, experts in zip(types, self.experts(), strict=True)
         ]
         return self.sharing(layers) if self.has("num_kv_shared_layers") else tuple(layers)
 
@@ -259,6 +269,12 @@ class _Reader:
             self.fail(f"vocab_size_per_layer_input {rows} differs from vocab_size {tokens}")
         return width
 
+    def feed_forward(self) -> int:
+        """The width of feed-forward layers."""
+        if self.kind.feed_forward is None:
+            return self.count("intermediate_size")
+        return self.kind.feed_forward(self.section)
+
     def experts(self) -> list[Experts | None]:
         """The experts of each layer; those of the class that has any are in every layer, but for
         the dense ones that it may name.
@@ -269,7 +285,9 @@ class _Reader:
             return [None] * self.num_layers
         size = "moe_intermediate_size" if self.has("moe_intermediate_size") else "intermediate_size"
         experts = Experts(
-            self.count("num_local_experts"),
+            self.count(
+                "num_local_experts" if "num_local_experts" in self.values else "num_experts"
+            ),
             self.count("num_experts_per_tok"),
             self.count(size),
             self.section.flag("norm_topk_prob") if self.has("norm_topk_prob") else True,
@@ -287,15 +305,19 @@ class _Reader:
         """``sliding_window``: null is none."""
         return None if self.values["sliding_window"] is None else self.count("sliding_window")
 
-    def layer_types(self) -> list[bool]:
-        """Which layers have a window."""
+    def layer_types(self) -> list[str]:
+        """The type of each layer: one of hf_type's, or that of the family's recurrent layers."""
+        known = dict(LAYER_TYPES)
+        if (recurrent := self.family.recurrent) is not None:
+            known[recurrent.layer_type] = recurrent.layer_type
         types = self.values["layer_types"]
         if not isinstance(types, list) or len(types) != self.num_layers:
             self.fail(f"layer_types is not a list of {self.num_layers} types")
         for kind in types:
-            if not isinstance(kind, str) or kind not in LAYER_TYPES:
-                self.fail(f"layer type {kind!r} is not supported, only {FULL} and {SLIDING}")
-        return [LAYER_TYPES[kind] for kind in types]
+            if not isinstance(kind, str) or kind not in known:
+                names = " and ".join(sorted(set(known.values())))
+                self.fail(f"layer type {kind!r} is not supported, only {names}")
+        return [known[kind] for kind in types]
 
     def biases(self) -> frozenset[str]:
         """The projections with a bias."""
@@ -416,6 +438,8 @@ class _Reader:
 
     def activation(self) -> Activation:
         key = activation_key(self.kind)
+        if not key:
+            return Activation.SILU
         name = self.section.text(key)
         if name not in ACTIVATIONS:
             self.fail(f"{key} {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
@@ -442,7 +466,9 @@ def kind_of(file: dict[str, Any]) -> HfType:
 
 
 def activation_key(kind: HfType) -> str:
-    return "hidden_act" if "hidden_act" in kind.defaults else "hidden_activation"
+    """The key of the activation; "": the class has none, and its models have SiLU."""
+    keys = ("hidden_act", "hidden_activation")
+    return next((key for key in keys if key in kind.defaults), "")
 
 
 def _others(kind: HfType) -> set[str]:

@@ -24,13 +24,14 @@ from octavo.models.config import (
     Rope,
     share_caches,
 )
-from octavo.models.families import ARCHITECTURES
+from octavo.models.families import ARCHITECTURES, LATENT
 from octavo.models.family import Family, Windows
 from octavo.models.rope import yarn_factors, yarn_magnitude
 
 KV = ("attn_k", "attn_v")
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 # Keys that may have a number for each layer, where llama.cpp takes one for all, too.
+KV_HEADS = "attention.head_count_kv"
 PER_LAYER = (
     "attention.head_count",
     "expert_feed_forward_length",
@@ -43,6 +44,10 @@ LLAMA3_THETA, LLAMA3_CONTEXT = 500000.0, 8192  # of Llama 3, which 3.1 scales
 def model_config(file: GgufFile) -> ModelConfig:
     """The model's shape. Raises `CheckpointError` for what is missing, wrong or unsupported."""
     architecture = file.get("general.architecture", str)
+    if architecture in LATENT:
+        file.fail(
+            f"architecture {architecture!r} is not supported: latent attention is planned for only"
+        )
     if architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         file.fail(f"architecture {architecture!r} is not supported; supported are {supported}")
@@ -60,7 +65,9 @@ class _Reader:
         file = self.file
         hidden = self.positive("embedding_length")
         heads = self.positive("attention.head_count")
-        num_layers = self.positive("block_count")
+        # Those behind the model's own only draft.
+        drafting = self.positive("nextn_predict_layers", 0, least=0)
+        num_layers = self.positive("block_count", least=drafting + 1) - drafting
         if num_layers > MAX_LAYERS:
             self.fail("block_count", f"is above {MAX_LAYERS}")
         if not self.has("attention.key_length") and hidden % heads:
@@ -83,11 +90,11 @@ class _Reader:
             values["embedding_scale"] = sqrt(hidden)
         large = num_layers == self.family.hidden_scale_layers
         scale = self.family.attention_scale or 1.0 / sqrt(hidden / heads if large else head_dim)
-        layers = self.layers(num_layers, head_dim, wide)
+        layers = self.with_recurrences(self.layers(num_layers, head_dim, wide))
         # Those of the model are the first layer's that has a window, if any has one.
         first = next((i for i, layer in enumerate(layers) if layer.window is not None), 0)
-        kv_heads = self.each("attention.head_count_kv", num_layers, heads)
-        widths = self.each("feed_forward_length", num_layers)
+        kv_heads = self.each(KV_HEADS, num_layers, heads)
+        widths = self.feed_forwards(num_layers)
         values |= {
             "num_kv_heads": kv_heads[first],
             "intermediate_size": widths[0],
@@ -98,6 +105,7 @@ class _Reader:
                     replace(
                         layer,
                         experts=self.experts,
+                        shared_expert=self.shared_expert(),
                         num_kv_heads=None if of_kv == kv_heads[first] else of_kv,
                         intermediate_size=None if width == widths[0] else width,
                         keys_as_values=self.keys_as_values(index),
@@ -108,7 +116,7 @@ class _Reader:
                 ]
             ),
             "context_length": self.context,  # as the rotary scaling has it
-            "biases": frozenset(n for n in PROJECTIONS if f"blk.0.{n}.bias" in file.tensors),
+            "biases": self.biases(num_layers),
         }
         self.refuse_other_switches()
         self.refuse_other_keys()
@@ -126,6 +134,30 @@ class _Reader:
             )
         except ValueError as error:
             file.fail(str(error))
+
+    def feed_forwards(self, count: int) -> list[int]:
+        """The width of each layer's dense feed-forward layer, or where there are none and the key
+        is missing, that of the experts.
+        """
+        width = None if self.experts is None else self.experts.intermediate_size
+        return self.each("feed_forward_length", count, width)
+
+    def shared_expert(self) -> int:
+        """The width of the expert that every token goes to, or 0."""
+        key = self.family.shared_expert_size
+        return self.positive(key) if key and self.experts is not None else 0
+
+    def biases(self, num_layers: int) -> frozenset[str]:
+        """The projections with a bias, in any layer."""
+        tensors = self.file.tensors
+        found = {
+            name
+            for name in PROJECTIONS
+            for index in range(num_layers)
+            if f"blk.{index}.{name}.bias" in tensors
+        }
+        parts = (each.parts for each in self.family.gathers if each.gguf in found)
+        return frozenset(found.union(*parts))
 
     def family_of(self, families: list[Family]) -> tuple[Family, Experts | None]:
         """Return the family of an architecture, and the experts of every layer. These
@@ -167,6 +199,37 @@ class _Reader:
             return share_caches(layers, count)
         except ValueError as error:
             self.fail(key, f"does not fit: {error}")
+
+    def with_recurrences(self, layers: tuple[Layer, ...]) -> list[Layer]:
+        """The layers, some of which are recurrent."""
+        recurrent = self.family.recurrent
+        if recurrent is None:
+            return list(layers)
+        flags = self.recurrent_flags(len(layers), recurrent.period)
+        if not any(flags):
+            return list(layers)
+        shape = recurrent.gguf(self.positive)
+        return [
+            replace(layer, recurrence=shape) if flag else layer
+            for layer, flag in zip(layers, flags, strict=True)
+        ]
+
+    def recurrent_flags(self, count: int, period: int) -> list[bool]:
+        """Which layers are recurrent: a flag a layer, those without KV heads, or all but one in so
+        many.
+        """
+        key = "attention.recurrent_layers"
+        interval = self.positive("full_attention_interval", period, least=0)
+        flags = self.file.metadata.get(self.prefix + key)
+        heads = self.file.metadata.get(self.prefix + KV_HEADS)
+        self.used.add(key)
+        if isinstance(flags, np.ndarray):
+            if flags.dtype.kind not in "biu" or len(flags) < count:
+                self.fail(key, f"is not one bool for each of {count} layers")
+            return [bool(flag) for flag in flags[:count]]
+        if isinstance(heads, np.ndarray):
+            return [bool(number == 0) for number in heads[:count]]
+        return [interval > 0 and (index + 1) % interval != 0 for index in range(count)]
 
     # ── Rotary positions and windows ────────────────────────────────────────────────────────────
 
@@ -318,9 +381,12 @@ class _Reader:
         if not isinstance(values, np.ndarray):
             return [self.positive(key, default)] * count
         self.used.add(key)
-        if values.dtype.kind not in "iu" or values.shape != (count,):
-            self.fail(key, f"is not one integer for each of {count} layers")
-        numbers = [int(value) for value in values]
+        total = self.positive("block_count")
+        if values.dtype.kind not in "iu" or values.shape != (total,):
+            self.fail(key, f"is not one integer for each of {total} layers")
+        numbers = [int(value) for value in values[:count]]
+        if key == KV_HEADS and self.family.recurrent is not None:  # which has none: 0
+            numbers = [number or max(numbers) for number in numbers]
         if not all(1 <= number < 1 << 31 for number in numbers):
             self.fail(key, f"is not from 1 to {(1 << 31) - 1} in every layer")
         return numbers
@@ -330,7 +396,7 @@ class _Reader:
         count = self.positive("block_count")
         if values.dtype.kind not in "iu" or values.shape != (count,):
             self.fail(key, f"is not one integer for each of {count} layers")
-        if (values != values[0]).any():
+        if len(np.unique(values)) != 1:
             self.fail(key, "differs from layer to layer, which is not supported")
         return int(values[0])
 
@@ -352,7 +418,8 @@ class _Reader:
 
     def refuse_other_keys(self) -> None:
         # A layout note of the converter, and switches that are off.
-        harmless = {"tensor_data_layout"}
+        # Text has one position a token, whichever of a head's dimensions count rows and columns.
+        harmless = {"tensor_data_layout", "rope.dimension_sections"}
         off = {"expert_count", "expert_used_count", "use_parallel_residual"}
         for full, value in self.file.metadata.items():
             key = full.removeprefix(self.prefix)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from octavo.models.config import Experts, Layer, ModelConfig
+from octavo.models.config import Activation, Experts, Layer, ModelConfig
 from octavo.models.program import (
     Add,
     Combine,
@@ -49,7 +49,7 @@ class Builder:
         self.ops: list[Op] = []
         self.weights: dict[str, tuple[int, ...]] = {}
         self.eps = c.norm_eps
-        self._index = 0
+        self.index = 0  # of the current layer
         self._prefix = ""
         self._layer: Layer | None = None
 
@@ -64,7 +64,7 @@ class Builder:
     def layers(self) -> Iterator[Layer]:
         """Yield the config's layers; what is written meanwhile belongs to the current one."""
         for index, layer in enumerate(self.config.layers):
-            self._index, self._prefix, self._layer = index, f"layers.{index}.", layer
+            self.index, self._prefix, self._layer = index, f"layers.{index}.", layer
             yield layer
         self._prefix, self._layer = "", None
 
@@ -116,12 +116,14 @@ class Builder:
         if layer.shares is None:
             self.norm("k", "attn_k_norm", "k", group)
 
-    def attend(self, layer: Layer, out: str = "h") -> None:
-        """Write down attention, from q, k and v to ``out``."""
+    def attend(self, layer: Layer, out: str = "h", gate: str | None = None) -> None:
+        """Write down attention, from q, k and v to ``out``. ``gate`` is a value as wide as q, whose
+        sigmoid its result is multiplied by.
+        """
         c, (kv_heads, head_dim) = self.config, self.config.heads_of(layer)
         q, k, v, attn = map(self.value, ("q", "k", "v", "attn"))
         if layer.shares is None:
-            source = self._index
+            source = self.index
             self.append(RopeAndStoreKv(q, k, v, source, kv_heads, head_dim, layer.rope))
         else:
             source = layer.shares
@@ -130,6 +132,8 @@ class Builder:
         self.append(
             PagedAttention(q, attn, source, kv_heads, head_dim, scale, layer.window, softcap)
         )
+        if gate is not None:
+            self.append(GatedActivation(gate, attn, attn, Activation.SIGMOID))
         self.linear("attn", "attn_output", out)
 
     def feed_forward(self, x: str, experts: Experts | None = None, out: str = "h") -> None:

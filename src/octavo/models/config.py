@@ -22,6 +22,7 @@ class Activation(Enum):
 
     SILU = "silu"  # SwiGLU
     GELU_TANH = "gelu_tanh"  # GeGLU with the tanh approximation
+    SIGMOID = "sigmoid"  # of gates on the output of attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ class Layer:
     intermediate_size: int | None = None  # of the dense feed-forward layer; None: the model's
     shares: int | None = None  # an earlier layer, whose keys and values it reads: it has none
     recurrence: RecurrenceShape | None = None  # in place of attention
+    latent: bool = False  # a token's key is its value, too; planned for, and computed by no program
 
 
 @dataclass(frozen=True, slots=True)

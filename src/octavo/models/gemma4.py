@@ -213,11 +213,9 @@ FAMILY = Family(
     modules={
         **gemma2.MODULES,
         "ffn_gate_inp": "router.proj",
-        "ffn_gate_inp.scale": "router.scale",
         "ffn_gate_exps": "experts.{}.gate_proj",
         "ffn_up_exps": "experts.{}.up_proj",
         "ffn_down_exps": "experts.{}.down_proj",
-        "ffn_down_exps.scale": "router.per_expert_scale",
         "post_ffw_norm_1": "post_feedforward_layernorm_1",
         "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
         "post_ffw_norm_2": "post_feedforward_layernorm_2",
@@ -227,9 +225,12 @@ FAMILY = Family(
         "inp_gate": "per_layer_input_gate",
         "proj": "per_layer_projection",
         "post_norm": "post_per_layer_input_norm",
+    },
+    bare={
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
         "layer_output_scale": "layer_scalar",
     },
-    bare=frozenset({"ffn_gate_inp.scale", "ffn_down_exps.scale", "layer_output_scale"}),
     hf=(
         HfType(
             model_type="gemma4_text",

@@ -22,8 +22,8 @@ from octavo.loader.chat_template import JinjaChatTemplate
 from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_config import text_config
 from octavo.loader.hf_folder import HfFolder
-from octavo.loader.loader import load_gguf
-from octavo.loader.metadata import UNROTATED_FACTOR
+from octavo.loader.loader import load_gguf, parts_of
+from octavo.loader.metadata import KV_HEADS, UNROTATED_FACTOR
 from octavo.models.config import LongRope, ModelConfig, Rope
 from octavo.models.families import FAMILIES
 from octavo.models.rope import yarn_magnitude
@@ -45,6 +45,7 @@ from octavo.tools.quantize.quantizer import Recipe
 from octavo.tools.quantize.row_order import row_order
 from octavo.tools.quantize.same_model import difference
 from octavo.tools.quantize.state import LayerResult, QuantizeError
+from octavo.tools.quantize.tensor_names import tensor_name
 
 ALIGNMENT = 32
 _FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
@@ -56,6 +57,8 @@ def modelled(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Content, list[str]
     Raises `QuantizeError` for a model or a tokenizer that GGUF cannot express.
     """
     config, path = checkpoint.config, checkpoint.path
+    if FAMILIES[config.family].gathers:
+        raise _refusal(checkpoint, "its interleaved matrices are not written there yet")
     architecture = FAMILIES[config.family].gguf
     section = text_config(HfFolder(path))
     scaling = section.get("rope_scaling") or section.get("rope_parameters") or {}
@@ -69,7 +72,7 @@ def modelled(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Content, list[str]
     keys |= named
     if isinstance(checkpoint.chat_template, JinjaChatTemplate):
         keys["tokenizer.chat_template"] = checkpoint.chat_template.source
-    keys |= of_storage(recipe.scheme.kind)
+    keys |= of_storage(recipe)
     tensors = [*_rope_tensors(config, scaling), *_tensors(checkpoint, recipe)]
     try:
         written = [key(name, value) for name, value in keys.items()]
@@ -98,7 +101,7 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
             [layer.intermediate_size or c.intermediate_size for layer in c.layers]
         ),
         "attention.head_count": c.num_heads,
-        "attention.head_count_kv": _each([c.heads_of(layer)[0] for layer in c.layers]),
+        KV_HEADS: _each([c.heads_of(layer)[0] for layer in c.layers]),
         **_head_dims(c),
         family.eps.gguf: c.norm_eps,
         "vocab_size": c.vocab_size,
@@ -124,6 +127,11 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
     for number in family.gguf_keys:
         if (x := getattr(c, number.field)) or number.default:
             found[number.gguf] = number.form.write(float(x))
+    if family.recurrent is not None:
+        none = [layer.recurrence is not None for layer in c.layers]
+        found[KV_HEADS] = np.where(none, 0, c.num_kv_heads).astype(np.int32)
+        shape = next((each.recurrence for each in c.layers if each.recurrence is not None), None)
+        found |= {} if shape is None else family.recurrent.gguf_keys(shape)
     if c.experts is not None:
         found |= {"expert_count": c.experts.count, "expert_used_count": c.experts.chosen}
         found[family.expert_size] = c.experts.intermediate_size
@@ -212,7 +220,7 @@ def _floats(name: str, values: tuple[float, ...]) -> GgufTensor:
 
 
 def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
-    config, weights, kind = checkpoint.config, checkpoint.weights, recipe.scheme.kind
+    config, weights = checkpoint.config, checkpoint.weights
     family = FAMILIES[config.family]
     found: list[GgufTensor] = []
     fused = {each.parts[0]: each for each in family.fused}
@@ -220,36 +228,40 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
     for role, weight in weights.items():
         if role in done:
             continue
-        prefix, _, part = role.rpartition(".")
+        prefix, part = parts_of(role)
+        stack = part.partition(".")[0]  # layers.3.ffn_up_exps.0
         roles = [role]
         if not role.startswith("layers."):
-            name, scheme = f"{role}.weight", recipe.of(role, weight.shape)
-            found.append(rounded(name, weight, scheme) if scheme else _kept(name, weight))
+            name, ends = f"{family.gguf_names.get(role, role)}.weight", recipe.ends
+            found.append(
+                rounded(name, role, weight, recipe) if role in ends else _kept(name, weight)
+            )
             continue
-        stacked = prefix.partition(".")[2].partition(".")[2] in STACKS
-        if stacked and part.isdecimal():  # layers.3.ffn_up_exps.0
-            assert config.experts is not None
-            roles = [f"{prefix}.{index}" for index in range(config.experts.count)]
-            shape = (len(roles), *weight.shape)
-            found.append(matrix(_name(prefix), shape, kind, roles))
-        elif recipe.of(role, weight.shape) is None:
+        scheme = recipe.of(role, weight.shape)
+        if scheme is None:
             order = row_order(config, role, interleaved=family.interleaved)
-            found.append(changed(_name(role), role, weight, order))
+            found.append(changed(tensor_name(role), role, _flat(weight), order))
+        elif stack in STACKS:
+            assert config.experts is not None
+            stack = prefix + stack
+            roles = [f"{stack}.{index}" for index in range(config.experts.count)]
+            shape = (len(roles), *weight.shape)
+            found.append(matrix(tensor_name(stack), shape, scheme.kind.format, roles))
         else:
             if part in fused:
-                role = f"{prefix}.{fused[part].gguf}"
-                roles = [f"{prefix}.{each}" for each in fused[part].parts]
+                role = prefix + fused[part].gguf
+                roles = [prefix + each for each in fused[part].parts]
             rows = sum(weights[each].shape[0] for each in roles)
             orders = [row_order(config, each, interleaved=family.interleaved) for each in roles]
-            found.append(matrix(_name(role), (rows, weight.shape[1]), kind, roles, orders))
+            shape = (rows, weight.shape[1])
+            found.append(matrix(tensor_name(role), shape, scheme.kind.format, roles, orders))
         done.update(roles)
     return found
 
 
-def _name(role: str) -> str:
-    """``layers.3.attn_q`` → ``blk.3.attn_q.weight``; biases and scales keep their ending."""
-    ending = "" if role.endswith((".bias", ".scale")) else ".weight"
-    return f"blk.{role.removeprefix('layers.')}{ending}"
+def _flat(weight: Weight) -> Weight:
+    """A convolution [channels, 1, taps] as GGUF has it, [channels, taps]."""
+    return weight._replace(shape=weight.shape[::2]) if len(weight.shape) == 3 else weight
 
 
 def _kept(name: str, weight: Weight) -> GgufTensor:

@@ -14,13 +14,15 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from octavo.loader.base import CheckpointError
 from octavo.loader.bind import ROUTERS
 from octavo.loader.hf_config import ORIGINAL, activation_key, model_config
 from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.models.config import Activation, Experts, LongRope, ModelConfig, Rope
 from octavo.models.families import FAMILIES, program
-from octavo.models.family import MODULES, Family
+from octavo.models.family import MODULES, Family, IntArray
 from octavo.models.hf_type import FULL, PROPORTIONAL, SLIDING, HfType
 from octavo.tools.quantize.grid import Scheme
 from octavo.tools.quantize.same_model import difference
@@ -34,18 +36,16 @@ class HfModule(NamedTuple):
     """A tensor or module of the folder, and the roles of which it is made, one below the other."""
 
     name: str  # without ".weight" and the like
-    ending: str  # "weight", "bias", or none
+    ending: str  # "weight", "bias", or "": the name is all
     roles: tuple[str, ...]
-
-    def tensor(self, ending: str) -> str:
-        """The name of a tensor of the module."""
-        return f"{self.name}.{ending}" if ending else self.name
+    order: IntArray | None = None  # which row of all of them comes at each place
 
 
 def places(config: ModelConfig, roles: list[str]) -> Iterator[HfModule]:
     """Yield the place of every role, in their order; fused ones once."""
     family = FAMILIES[config.family]
     fused = {part: each for each in family.fused for part in each.parts}
+    gathers = {part: each for each in family.gathers if each.hf for part in each.parts}
     seen: set[str] = set()
     for role in roles:
         if role in seen:
@@ -57,22 +57,29 @@ def places(config: ModelConfig, roles: list[str]) -> Iterator[HfModule]:
             _, layer, part = plain.split(".", 2)
             prefix = f"layers.{layer}."
         parts: tuple[str, ...] = (part,)
-        if part in fused:
+        order = None
+        if part + bias in family.bare:
+            yield HfModule("model." + prefix + family.bare[part + bias], "", (role,))
+            continue
+        if part in gathers:
+            module, _, parts, rows = gathers[part]
+            order = np.argsort(np.concatenate([rows(config)[each] for each in parts]))
+        elif part in fused:
             module, _, parts = fused[part]
         else:
             module = module_of(family, part)
         members = tuple(prefix + each + bias for each in parts)
         seen.update(members)
         base = "" if part == "output" else "model."
-        ending = "" if part in family.bare else bias[1:] or "weight"
-        yield HfModule(base + prefix + module, ending, members)
+        yield HfModule(base + prefix + module, bias[1:] or "weight", members, order)
 
 
 def module_of(family: Family, part: str) -> str:
     """What a folder calls a role of a layer: ``ffn_up_exps.3`` → ``mlp.experts.3.up_proj``."""
-    modules = {**MODULES, **family.modules}
-    name, _, expert = part.partition(".")
-    return modules[part] if part in modules else modules[name].format(expert)
+    name, _, expert = part.rpartition(".")
+    if not expert.isdecimal():
+        name, expert = part, ""
+    return {**MODULES, **family.modules}[name].format(expert)
 
 
 def routers(config: ModelConfig) -> list[str]:
@@ -127,7 +134,7 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
-        activation_key(kind): _ACTIVATIONS[c.activation],
+        activation_key(kind) or "hidden_act": _ACTIVATIONS[c.activation],
         "max_position_embeddings": c.context_length,
         family.eps.hf: c.norm_eps,
         "tie_word_embeddings": c.tied_embeddings,
@@ -144,6 +151,9 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
         values |= _experts(c, c.experts, kind)
     if "per_layer_config" in kind.defaults:
         values |= _global_layers(c)
+    if "shared_expert_intermediate_size" in kind.defaults:
+        width = max(layer.shared_expert for layer in c.layers)
+        values["shared_expert_intermediate_size"] = width
     if "use_sliding_window" in kind.defaults:
         values |= {"use_sliding_window": False, "sliding_window": None}
         values["max_window_layers"] = len(c.layers)
@@ -151,6 +161,10 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
         values["sliding_window"] = next((w for w in windows if w is not None), None)
         if "layer_types" in kind.defaults:
             values["layer_types"] = [FULL if window is None else SLIDING for window in windows]
+    if (recurrent := family.recurrent) is not None:
+        shapes = [layer.recurrence for layer in c.layers]
+        values["layer_types"] = [FULL if each is None else recurrent.layer_type for each in shapes]
+        values |= next((recurrent.hf_keys(each) for each in shapes if each is not None), {})
     for number in family.keys:
         if number.hf:
             x = getattr(c, number.field)

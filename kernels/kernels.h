@@ -21,11 +21,12 @@ struct RowArguments {
     float *out;
     int64_t n;
 };
-// A function of rows, which programs know by its name and how many rows it takes.
+// A function of rows, which programs know by its name and how many rows and weights it takes.
 struct RowFunction {
     const char *name;
     size_t inputs, weights, numbers; // how many
     void (*run)(const RowArguments &);
+    bool scalar = false; // its weights are single numbers, not one an element
 };
 
 // The order of operations of every output element depends on the sizes given and on nothing else.

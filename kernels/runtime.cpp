@@ -242,8 +242,9 @@ void Runtime::allocate_activations(int64_t row_bytes, int64_t local_row_bytes) {
 
 void Runtime::check_value(const Value &value, int64_t width, const char *what) const {
     const int64_t end = value.offset + value.stride * int64_t(sizeof(float));
-    if (value.offset < 0 || value.offset % 64 != 0 || value.stride < width || width < 1 ||
-        value.stride % 16 != 0 || end > (value.local ? local_row_bytes_ : row_bytes_)) {
+    if (value.offset < 0 || value.offset % 64 != 0 || value.first < 0 || width < 1 ||
+        value.stride < width || value.first > value.stride - width || value.stride % 16 != 0 ||
+        end > (value.local ? local_row_bytes_ : row_bytes_)) {
         refuse(std::string(what) + " does not fit the activation arena");
     }
 }
@@ -308,19 +309,23 @@ void Runtime::check_slots(const Prepared &slots, Format format, int64_t k, int64
 void Runtime::check_function(FunctionStep &step) const {
     for (size_t i = 0; i < tier_.row.num_functions; ++i) {
         const RowFunction &function = tier_.row.functions[i];
-        if (step.name == function.name && step.inputs.size() == function.inputs)
+        if (step.name == function.name && step.inputs.size() == function.inputs &&
+            step.weights.size() == function.weights)
             step.function = &function;
     }
-    if (step.function == nullptr || step.weights.size() != step.function->weights ||
-        step.numbers.size() != step.function->numbers)
+    if (step.function == nullptr || step.numbers.size() != step.function->numbers)
         refuse("function '" + step.name + "' of " + text(int64_t(step.inputs.size())) + " rows, " +
                text(int64_t(step.weights.size())) + " weights and " +
                text(int64_t(step.numbers.size())) + " numbers, which there is not");
     check_range("group of a function", step.group, 1, step.width);
     if (step.width % step.group != 0)
         refuse("groups of a function do not divide the width");
+    if (!step.weights.empty()) {
+        check_range("vector", step.weights[0], 0, int64_t(vectors_.size()) - 1);
+        step.wide = int64_t(vectors_[size_t(step.weights[0])].size()) == step.width;
+    }
     for (const int64_t weight : step.weights)
-        check_vector(weight, step.group);
+        check_vector(weight, step.function->scalar ? 1 : step.wide ? step.width : step.group);
 }
 
 void Runtime::check_slots(RowStep &step, int64_t routing) const {
@@ -1059,6 +1064,8 @@ void Runtime::run(const FunctionStep &step, int64_t row, const Scope &scope) {
     for (int64_t at = 0; at < step.width; at += step.group) {
         for (size_t i = 0; i < step.inputs.size(); ++i)
             arguments.inputs[i] = inputs[i] + at;
+        for (size_t i = 0; step.wide && i < step.weights.size(); ++i)
+            arguments.weights[i] = vectors_[size_t(step.weights[i])].data() + at;
         arguments.out = out + at;
         step.function->run(arguments);
     }

@@ -57,7 +57,8 @@ struct RuntimeConfig {
 struct Value {
     int64_t offset; // bytes a row of the arena
     int64_t stride;
-    bool local; // lives between two meetings of the threads only: in the thread's own arena
+    bool local;        // lives between two meetings of the threads only: in the thread's own arena
+    int64_t first = 0; // element of each row that it begins with: it is part of a wider one
 };
 // Rows prepared for linear layers, laid out likewise.
 struct Prepared {
@@ -86,6 +87,7 @@ struct FunctionStep {
     int64_t width;
     int64_t group;
     const RowFunction *function = nullptr; // of the tier, when checked
+    bool wide = false;                     // weights are as wide as a row, when checked
 };
 // Prepares a row for linear layers of a format, its elements in an order that was added, or as they
 // come (-1).
@@ -475,14 +477,14 @@ class Runtime {
         std::byte *base = value.local ? scope.local + value.offset * scope.capacity
                                       : activations_.data() + value.offset * config_.max_tokens;
         return reinterpret_cast<float *>(base) +
-               (row - (value.local ? scope.begin : 0)) * value.stride;
+               (row - (value.local ? scope.begin : 0)) * value.stride + value.first;
     }
     // The row, or its copy in an order.
     const float *in_order(const float *row, int64_t order, const Scope &scope) const;
     // A value that is not local.
     float *row_of(const Value &value, int64_t row) const {
         return reinterpret_cast<float *>(activations_.data() + value.offset * config_.max_tokens) +
-               row * value.stride;
+               row * value.stride + value.first;
     }
     // Prepared rows that are not local.
     std::byte *base_of(const Prepared &rows) const {

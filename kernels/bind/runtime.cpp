@@ -172,7 +172,8 @@ void transfer(Runtime &runtime, const Ints<1> &blocks, ByteRows &rows, bool to_a
 
 void bind_runtime(nb::module_ &m) {
     nb::class_<Value>(m, "Value", "kernels/runtime.h")
-        .def(nb::init<int64_t, int64_t, bool>(), "offset"_a, "stride"_a, "local"_a);
+        .def(nb::init<int64_t, int64_t, bool, int64_t>(), "offset"_a, "stride"_a, "local"_a,
+             "first"_a);
     nb::class_<Prepared>(m, "Prepared", "kernels/runtime.h")
         .def(nb::init<int64_t, bool>(), "offset"_a, "local"_a);
 

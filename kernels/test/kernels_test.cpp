@@ -71,7 +71,7 @@ void apply(const Tier &tier, const std::string &name, const float *x, const floa
            int64_t n, const float *weight = nullptr, float number = 0) {
     const std::span functions(tier.row.functions, tier.row.num_functions);
     const auto function = std::ranges::find_if(functions, [&](const RowFunction &each) {
-        return name == each.name && each.inputs == (y ? 2 : 1);
+        return name == each.name && each.inputs == (y ? 2 : 1) && each.weights == (weight ? 1 : 0);
     });
     if (function == functions.end()) {
         expect(tier, name.c_str(), 1, 0, 0);
@@ -94,6 +94,14 @@ void test_rows(const Tier &tier) {
         const double wanted = x[i] / std::sqrt(squares / double(n) + 1e-5) * y[i];
         expect(tier, "rms_norm", out[i], wanted, 2e-6);
     }
+    Floats plain(x.size());
+    apply(tier, "rms_norm", x.data(), nullptr, plain.data(), n, nullptr, 1e-5f);
+    for (size_t i = 0; i < x.size(); ++i)
+        expect(tier, "rms_norm without a weight", plain[i] * y[i], out[i], 0);
+    apply(tier, "scale", x.data(), nullptr, plain.data(), n, y.data());
+    for (size_t i = 0; i < x.size(); ++i)
+        expect(tier, "scale", plain[i], x[i] * y[0], 0);
+
     Floats sum = y;
     row.add_scaled(x.data(), 0.7f, sum.data(), n);
     for (size_t i = 0; i < x.size(); ++i)

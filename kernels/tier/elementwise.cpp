@@ -5,12 +5,16 @@ namespace octavo {
 namespace OCTAVO_TIER {
 namespace {
 
+// x times the factors from i on, if there are any.
+Vec times(Vec x, const float *factors, int64_t i, int64_t count) {
+    return factors == nullptr ? x : x * load_part(factors + i, count);
+}
+
 void rms_norm(const float *x, const float *weight, float *out, int64_t n, float eps) {
     const float total = dot_product(x, x, n);
     const Vec factor = Vec::set(1.0f / __builtin_sqrtf(total / float(n) + eps));
     for_vectors(n, [&](int64_t at, int64_t count) {
-        store_part(load_part(x + at, count) * factor * load_part(weight + at, count), out + at,
-                   count);
+        store_part(times(load_part(x + at, count) * factor, weight, at, count), out + at, count);
     });
 }
 
@@ -67,15 +71,14 @@ void add_scaled(const float *x, float factor, float *out, int64_t n) {
     });
 }
 
-void scale(float *x, float factor, int64_t n) {
+void multiply(const float *x, float factor, float *out, int64_t n) {
     for_vectors(n, [&](int64_t i, int64_t count) {
-        store_part(load_part(x + i, count) * Vec::set(factor), x + i, count);
+        store_part(load_part(x + i, count) * Vec::set(factor), out + i, count);
     });
 }
 
-// x times the factors from i on, if there are any.
-Vec times(Vec x, const float *factors, int64_t i, int64_t count) {
-    return factors == nullptr ? x : x * load_part(factors + i, count);
+void scale(float *x, float factor, int64_t n) {
+    multiply(x, factor, x, n);
 }
 
 void silu(const float *gate, const float *up, float *out, int64_t n) {
@@ -152,16 +155,22 @@ template <auto activate> void activated(const RowArguments &a) {
     activate(a.inputs[0], a.inputs[1], a.out, a.n);
 }
 
-// rms_norm: x / sqrt(mean(x²) + number) * weight. layer_norm: the same of x - mean(x). silu,
-// gelu_tanh (the tanh approximation) and sigmoid: of the first input, times the second if there is
-// one.
+void normalized(const RowArguments &a) {
+    rms_norm(a.inputs[0], a.weights[0], a.out, a.n, a.numbers[0]);
+}
+
+// rms_norm: x / sqrt(mean(x²) + number), times the weight if there is one. layer_norm: the same of
+// x - mean(x). scale: x times the weight, a number. silu, gelu_tanh (the tanh approximation) and
+// sigmoid: of the first input, times the second if there is one.
 constexpr RowFunction kFunctions[] = {
-    {"rms_norm", 1, 1, 1,
-     [](const RowArguments &a) { rms_norm(a.inputs[0], a.weights[0], a.out, a.n, a.numbers[0]); }},
+    {"rms_norm", 1, 0, 1, normalized},
+    {"rms_norm", 1, 1, 1, normalized},
     {"layer_norm", 1, 1, 1,
      [](const RowArguments &a) {
          layer_norm(a.inputs[0], a.weights[0], a.out, a.n, a.numbers[0]);
      }},
+    {"scale", 1, 1, 0,
+     [](const RowArguments &a) { multiply(a.inputs[0], *a.weights[0], a.out, a.n); }, true},
     {"add", 2, 0, 0, [](const RowArguments &a) { add(a.inputs[0], a.inputs[1], a.out, a.n); }},
     {"multiply", 2, 0, 0,
      [](const RowArguments &a) { multiply(a.inputs[0], a.inputs[1], a.out, a.n); }},

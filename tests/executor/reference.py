@@ -26,15 +26,21 @@ def run(
             case model.RmsNorm(x, weight, out, eps, group):
                 rows = values[x].reshape(len(token_ids), -1, group or values[x].shape[1])
                 mean = (rows**2).mean(axis=2, keepdims=True)
-                values[out] = (rows / np.sqrt(mean + eps) * weights[weight]).reshape(
-                    values[x].shape
-                )
+                normal = rows / np.sqrt(mean + eps)
+                if weight is not None:
+                    own = weights[weight].reshape(rows.shape[1:] if op.wide else -1)
+                    normal = normal * op.scale * own
+                values[out] = normal.reshape(values[x].shape)
             case model.LayerNorm(x, weight, out, eps):
                 rows = values[x] - values[x].mean(axis=1, keepdims=True)
                 variance = (rows**2).mean(axis=1, keepdims=True)
                 values[out] = rows / np.sqrt(variance + eps) * weights[weight]
             case model.ScaleByPosition(x, out, beta, original):
                 values[out] = values[x] * (1 + beta * np.log(1 + positions[:, None] // original))
+            case model.Scale(x, weight, out):
+                values[out] = values[x] * weights[weight]
+            case model.Slice(x, out, first, width):
+                values[out] = values[x][:, first : first + width]
             case model.Linear(x, weight, out, bias):
                 values[out] = values[x] @ weights[weight].T
                 if bias is not None:

@@ -32,6 +32,10 @@ MODELS = {
     "llama F16, head of 20": (tiny.config(head_dim=20), WeightFormat.F16),
     "llama F16, heads of two widths": (tiny.mixed(), WeightFormat.F16),
     "gemma3 I8, heads of two widths": (tiny.mixed("gemma3"), WeightFormat.I8),
+    "qwen3 Q8_0, heads of 32 to 512": (tiny.widths(), WeightFormat.Q8_0),
+    "gemma4 E, BF16": (tiny.gemma4("e"), WeightFormat.BF16),
+    "gemma4 Q8_0, experts": (tiny.gemma4("experts"), WeightFormat.Q8_0),
+    "gemma4 Q4_0, keys as values": (tiny.gemma4("keys"), WeightFormat.Q4_0),
     "gemma3 Q8_0": (tiny.config("gemma3"), WeightFormat.Q8_0),
     "gemma3 BF16, window of 100": (
         tiny.config(

@@ -41,6 +41,8 @@ SHAPES = {
     "heads of two widths, shared caches": tiny.mixed(),
     "the same, norms of heads": tiny.mixed("gemma3"),
     "the same, norms of all heads": tiny.mixed("olmo2"),
+    "heads of 32 to 512": tiny.widths(),
+    **{f"gemma4, {kind}": tiny.gemma4(kind) for kind in ("e", "experts", "keys")},
     "odd widths": tiny.config(hidden_size=50, intermediate_size=33, vocab_size=101),
 }
 
@@ -118,12 +120,12 @@ def test_stored_formats(family: str, format: WeightFormat, bound: float) -> None
     assert spread < bound
 
 
+@pytest.mark.parametrize("config", [tiny.config(), tiny.widths()])
 @pytest.mark.parametrize("isa", ISAS)
-def test_cache_dtypes(isa: str) -> None:
+def test_cache_dtypes(isa: str, config: ModelConfig) -> None:
     """Numbers of 8 bits' and 11 bits' precision; codes of 8 and 4 bits; bf16 where nothing is
     said.
     """
-    config = tiny.config()
     checkpoint = tiny.checkpoint(config)
     tokens = tokens_of(config, 60)
     weights = {role: tiny.dequantize(weight) for role, weight in checkpoint.weights.items()}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,15 @@ from octavo.loader.dequantize import dequantize as dequantize_blocks
 from octavo.loader.gguf import BLOCKS
 from octavo.models import families
 from octavo.models.build import Builder
-from octavo.models.config import UNROTATED, Activation, Experts, Layer, ModelConfig, Rope
+from octavo.models.config import (
+    UNROTATED,
+    Activation,
+    Experts,
+    Layer,
+    ModelConfig,
+    Rope,
+    share_caches,
+)
 from octavo.models.program import Program
 from octavo.models.recurrence_shape import ShortConvShape
 
@@ -112,6 +121,48 @@ def mixed(family: str = "llama") -> ModelConfig:
     narrow, wide = Layer(near, 20), Layer(far, num_kv_heads=1, head_dim=56)
     shared = replace(narrow, shares=2), replace(wide, shares=1)
     return config(family, layers=(narrow, wide, narrow, *shared))
+
+
+WIDTHS = (32, 40, 64, 80, 96, 128, 192, 256, 512)
+
+
+def widths() -> ModelConfig:
+    """A layer for each width of heads, with and without a window, on one KV head or two."""
+    return config(
+        "qwen3",
+        attention_scale=1.0 / 16.0,
+        layers=tuple(
+            Layer(
+                Rope(10000.0, dim, interleaved=False),
+                20 if index % 2 else None,
+                num_kv_heads=1 + index % 2,
+                head_dim=dim,
+            )
+            for index, dim in enumerate(WIDTHS)
+        ),
+    )
+
+
+def gemma4(kind: str) -> ModelConfig:
+    """Gemma 4 as the E models are ("e"), with "experts", or with "keys" as values."""
+    proportional = Rope(1e6, 40, interleaved=False, factors=(1.0,) * 5 + (inf,) * 15)
+    near = Layer(Rope(10000.0, 16, interleaved=False), 20)
+    far = Layer(proportional, num_kv_heads=1, head_dim=40, keys_as_values=kind != "e")
+    layers: tuple[Layer, ...] = (near, far, near, far)
+    if kind == "experts":
+        layers = tuple(replace(layer, experts=EXPERTS) for layer in layers)
+    if kind == "e":
+        wide = [replace(layer, intermediate_size=160) for layer in (near, near, far)]
+        layers = share_caches((near, far, near, *wide), 3)
+    return config(
+        "gemma4",
+        activation=Activation.GELU_TANH,
+        embedding_scale=8.0,
+        attention_scale=1.0,
+        logits_softcap=30.0,
+        per_layer_input=24 if kind == "e" else 0,
+        layers=layers,
+    )
 
 
 def values_scale(head_dim: int) -> float:

@@ -188,6 +188,7 @@ def models() -> dict[str, Tiny]:
         "olmo3": olmo3(sizes),
         "ministral3": ministral3(sizes),
         "cohere2": cohere2(sizes),
+        **gemma4(sizes),
         "phi3": Tiny(
             transformers.Phi3Config(
                 **sizes | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
@@ -443,6 +444,167 @@ def cohere2(sizes: dict[str, Any]) -> Tiny:
             "odd": Case(odd, gguf=True),
         },
     )
+
+
+def gemma4(sizes: dict[str, Any]) -> dict[str, Tiny]:
+    """The dense model, one with experts, and one with shared caches and inputs of layers, as
+    published: with a part that sees.
+    """
+    full, local = "full_attention", "sliding_attention"
+    text = sizes | {
+        "num_hidden_layers": 4,
+        "layer_types": [local, full, local, full],
+        "sliding_window": 24,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCAB,
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": True,
+    }
+    # Written without what `save_pretrained` makes of the keys of layers that see everything.
+    given = ("per_layer_config",)
+    wide = {"global_head_dim": 16, "num_global_key_value_heads": 1}
+
+    def rope(changes: dict[str, Any], **values: Any) -> dict[str, Any]:
+        section = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+        return {
+            "rope_parameters": {
+                full: section | changes,
+                local: {"rope_type": "default", "rope_theta": 1e4} | values,
+            }
+        }
+
+    dense = {
+        "published": Case(wide, given, same=True, gguf=True),
+        "values": Case({"attention_k_eq_v": False}, gguf=True),
+        # Without them, the number of KV heads is that of the other layers.
+        "values-heads": Case(wide | {"attention_k_eq_v": False}, given),
+        "no-cap": Case({"final_logit_softcapping": None}),
+        "default-ropes": Case({"rope_parameters": None}, same=True),
+        "rotary-half": Case(rope({"partial_rotary_factor": 0.5}, rope_theta=100.0), gguf=True),
+        "rotary-all": Case(rope({"partial_rotary_factor": 1.0, "rope_theta": 1e3})),
+        "rotary-none": Case(rope({"partial_rotary_factor": 0.1})),
+        "rotary-factor": Case(rope({"partial_rotary_factor": 0.75, "factor": 4.0})),
+        "rotary-default": Case(rope({"rope_type": "default", "rope_theta": 1e3})),
+        "rotary-linear": Case(
+            rope({"rope_type": "linear", "factor": 8.0, "partial_rotary_factor": 1.0})
+        ),
+        "six": Case(wide | {"num_hidden_layers": 6, "layer_types": None}, given, gguf=True),
+        "last-is-full": Case(wide | {"layer_types": [local] * 4}, given),
+        "no-windows": Case(wide | {"layer_types": [full] * 4}, given, gguf=True),
+        "alike": Case({"global_head_dim": 8, "num_global_key_value_heads": 2}, given),
+        "untied": Case({"tie_word_embeddings": False}, gguf=True),
+        "biases": Case({"attention_bias": True, "rms_norm_eps": 1e-3}),
+        "window": Case({"sliding_window": 17}),
+        "wide": Case({"head_dim": 40, "global_head_dim": 192}, given, gguf=True),
+        "odd": Case(
+            {
+                "hidden_size": 40,
+                "num_attention_heads": 6,
+                "num_key_value_heads": 3,
+                "num_global_key_value_heads": 2,
+                "head_dim": 12,
+                "global_head_dim": 20,
+                "intermediate_size": 36,
+            },
+            given,
+            gguf=True,
+        ),
+    }
+    sparse = {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 20,
+    }
+    experts = {
+        "one": Case({"top_k_experts": 1}, gguf=True),
+        "all": Case({"top_k_experts": 4}, gguf=True),
+        "few": Case({"num_experts": 3}),
+        "many": Case({"num_experts": 16, "top_k_experts": 5}),
+        "narrow": Case({"moe_intermediate_size": 8}, gguf=True),
+        "off": Case({"enable_moe_block": False}),
+        "values": Case({"attention_k_eq_v": False}),
+        "no-cap": Case({"final_logit_softcapping": None}),
+        "untied": Case({"tie_word_embeddings": False}),
+        "inputs": Case({"hidden_size_per_layer_input": 8}, gguf=True),
+        "sharing": Case(
+            {
+                "hidden_size_per_layer_input": 8,
+                "num_kv_shared_layers": 2,
+                "use_double_wide_mlp": True,
+            },
+            gguf=True,
+        ),
+        "window": Case({"sliding_window": 17, "rms_norm_eps": 1e-3}),
+        "odd": Case({"hidden_size": 40, "intermediate_size": 37, "moe_intermediate_size": 12}),
+    }
+    small = {
+        "num_hidden_layers": 6,
+        "layer_types": [local, full, local, local, full, full],
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "attention_k_eq_v": False,
+        "num_key_value_heads": 1,
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 16}
+
+    def inner(changes: dict[str, Any], without: tuple[str, ...] = (), **values: Any) -> Case:
+        return Case({TEXT: changes}, without, **values)
+
+    shared = {
+        "published": inner(wide, given, same=True, gguf=True),
+        "none": inner({"num_kv_shared_layers": 0}, gguf=True),
+        "one": inner({"num_kv_shared_layers": 1}),
+        "most": inner({"num_kv_shared_layers": 4}),
+        "not-wide": inner({"use_double_wide_mlp": False}, gguf=True),
+        # With shared caches, `transformers` takes it for granted that there are some.
+        "no-inputs": inner(
+            {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}, gguf=True
+        ),
+        "wide-inputs": inner({"hidden_size_per_layer_input": 24}),
+        "keys-as-values": inner(wide | {"attention_k_eq_v": True}, given),
+        "no-cap": inner({"final_logit_softcapping": None}),
+        "untied": Case({"tie_word_embeddings": False}),
+        "no-type": Case(without=("model_type",), same=True),
+        "pictures": inner({"use_bidirectional_attention": "vision"}, same=True),
+        "window": inner({"sliding_window": 17, "rms_norm_eps": 1e-3}),
+        "wide": inner({"head_dim": 32, "global_head_dim": 64}, given),
+        "odd": inner(
+            {
+                "hidden_size": 40,
+                "num_attention_heads": 5,
+                "head_dim": 12,
+                "global_head_dim": 20,
+                "intermediate_size": 37,
+                "hidden_size_per_layer_input": 7,
+            },
+            given,
+        ),
+    }
+    # Scores are not scaled: large ones would turn on the last bit of a key.
+    around = {"q_norm.weight": (0.3, 0.1), "post_attention_layernorm.weight": (0.5, 0.1)}
+    return {
+        "gemma4": Tiny(transformers.Gemma4TextConfig(**text), dense, around=around),
+        "gemma4-moe": Tiny(
+            transformers.Gemma4TextConfig(**text | sparse),
+            experts,
+            # In bf16 a token may go to another expert, which is to count less.
+            around=around | {"post_feedforward_layernorm_2.weight": (0.25, 0.05)},
+        ),
+        "gemma4-e": Tiny(
+            transformers.Gemma4Config(
+                text_config=text | small | {"pad_token_id": 0}, vision_config=vision
+            ),
+            shared,
+            around=around,
+        ),
+    }
 
 
 def lfm2(sizes: dict[str, Any]) -> Tiny:
@@ -951,7 +1113,7 @@ def recipe(path: Path, weights: dict[str, npt.NDArray[np.float32]], heads: set[i
         ]  # fmt: skip
         numbers = [] if made else np.frombuffer(content, np.float32).tolist()
         stacked = []
-        if len(tensor.shape) == 3:
+        if len(tensor.shape) == 3 and not made:
             size = len(content) // int(tensor.shape[2])
             parts = [content[at : at + size] for at in range(0, len(content), size)]
             stacked = [n for part in parts for n, w in weights.items() if w.tobytes() == part]
@@ -978,8 +1140,8 @@ def record_gguf(name: str, tiny: Tiny) -> None:
                 Path(temporary) / "x",
             )
             convert(source, target)
-            config = transformers.AutoConfig.from_pretrained(source).get_text_config()
-            heads = {config.num_attention_heads, config.num_key_value_heads}
+            config = transformers.AutoConfig.from_pretrained(source).get_text_config().to_dict()
+            heads = {config["num_attention_heads"], config["num_key_value_heads"]}
             header, recipes[label] = recipe(target, weights(name, label), heads)
             headers[label] = np.frombuffer(header, np.uint8)
     if not headers:

@@ -173,7 +173,7 @@ def weigh(checkpoint: Checkpoint, isa: str | None = None) -> dict[str, dict[str,
     for part in parts.values():
         for kind in ("stored", "held"):
             part[f"{kind}_bytes_per_weight"] = part[f"{kind}_bytes"] / part["parameters"]
-    order = ("embedding", "attention", "ffn", "router", "experts", "norms", "head")
+    order = ("embedding", "layer inputs", "attention", "ffn", "router", "experts", "norms", "head")
     return {name: parts[name] for name in sorted(parts, key=order.index)}
 
 
@@ -217,13 +217,17 @@ def weigh_formats(checkpoint: Checkpoint, isa: str | None = None) -> list[dict[s
 
 def part_of(role: str) -> str:
     """The part of the network a weight's role belongs to; a tied head is the embedding."""
+    from octavo.models.family import LAYER_INPUTS
+
     names = role.split(".")
     name = names[2] if names[0] == "layers" else names[0]
     if name == "token_embd":
         return "embedding"
     if name == "output":
         return "head"
-    if name.endswith("norm"):
+    if name in LAYER_INPUTS:
+        return "layer inputs"
+    if "norm" in name or name == "layer_output_scale":
         return "norms"
     if name.endswith("exps"):
         return "experts"

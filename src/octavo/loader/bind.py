@@ -58,6 +58,13 @@ def bind(
     return weights
 
 
+def unread(config: ModelConfig) -> set[str]:
+    """The roles of what files may have for layers that read others' keys and values."""
+    sharing = (index for index, layer in enumerate(config.layers) if layer.shares is not None)
+    parts = ("attn_k", "attn_v", "attn_k_norm")
+    return {f"layers.{index}.{part}" for index in sharing for part in parts}
+
+
 def gathered(
     prefix: str,
     called: str,

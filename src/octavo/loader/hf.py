@@ -18,7 +18,7 @@ from octavo.loader.base import (
     Weight,
     WeightFormat,
 )
-from octavo.loader.bind import bind, experts, gathered, taken, trim_heap, vector
+from octavo.loader.bind import bind, experts, gathered, taken, trim_heap, unread, vector
 from octavo.loader.chat_template import JinjaChatTemplate, several_templates
 from octavo.loader.files import read_file
 from octavo.loader.hf_config import model_config, sizes_left_out, text_config
@@ -38,9 +38,9 @@ MAX_TEMPLATE = 1 << 20  # bytes
 # no "model.", and those of a model that sees, too, say which part is the language model.
 _PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model|language_model|model)\.")
 _TENSOR = re.compile(r"(?:layers\.(\d{1,4})\.)?([\w.]+?)(?:\.(weight|bias))?")
-_EXPERT = re.compile(r"\.experts\.(\d{1,4})\.")
+_EXPERT = re.compile(r"\bexperts\.(\d{1,4})\.")
 # All experts' in one tensor, as transformers 5 has them in memory.
-_STACK = re.compile(r"layers\.(\d{1,4})\.mlp\.experts\.(gate_up_proj|down_proj)")
+_STACK = re.compile(r"layers\.(\d{1,4})\.(?:mlp\.)?experts\.(gate_up_proj|down_proj)")
 _STACKS = {"gate_up_proj": "ffn_gate_up_exps", "down_proj": "ffn_down_exps"}
 # Frequencies that old files carry along; they follow from config.json.
 _COMPUTED = "rotary_emb.inv_freq"
@@ -84,7 +84,7 @@ def _release(stored: HfWeights) -> None:
 def _bind(tensors: ModelTensors, config: ModelConfig) -> tuple[ModelConfig, dict[str, Weight]]:
     """The weights by role, and the config as they have it."""
     folder = tensors.stored.folder
-    shapes = program(config).weights
+    shapes, passed_over = program(config).weights, unread(config)
     weights: dict[str, Weight] = {}
     drafting = FAMILIES[config.family].drafting
     for name in tensors.names:
@@ -96,6 +96,8 @@ def _bind(tensors: ModelTensors, config: ModelConfig) -> tuple[ModelConfig, dict
         if name.endswith(_COMPUTED) or _nothing(tensors, name, shapes, config.family):
             continue
         for role, weight in _weights(tensors, name, shapes, config):
+            if role in passed_over:
+                continue
             if role in weights:
                 file = tensors.stored.place[tensors.first(name)]
                 folder.fail(file, f"has {role} twice: {name!r} is not the first")
@@ -188,16 +190,17 @@ def _gathered(
 
 def _roles(name: str, family: str) -> list[str]:
     """The roles whose rows a tensor has, one after another; its own name if it is unknown."""
-    match = _TENSOR.fullmatch(_PREFIX.sub("", name, count=1))
+    plain, record = _PREFIX.sub("", name, count=1), FAMILIES[family]
+    match = _TENSOR.fullmatch(plain)
     if match is None:
         return [name]
     prefix = "" if match[1] is None else f"layers.{int(match[1])}."
     ending = ".bias" if match[3] == "bias" else ""
-    record, part, number = FAMILIES[family], match[2], ""
+    part, number = match[2], ""
     if match[3] is None and part not in record.bare.values():
         return [name]
     if expert := _EXPERT.search(part):
-        part, number = _EXPERT.sub(".experts.{}.", part, count=1), f".{int(expert[1])}"
+        part, number = _EXPERT.sub("experts.{}.", part, count=1), f".{int(expert[1])}"
     parts = record.fusions.get(part, (record.roles.get(part),))
     return [name if each is None else prefix + each + number + ending for each in parts]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import sqrt
+from math import inf, sqrt
 from typing import Any, NoReturn
 
 from octavo.loader.base import CheckpointError
@@ -27,10 +27,11 @@ from octavo.models.config import (
     ModelConfig,
     Rope,
     Temperature,
+    share_caches,
 )
 from octavo.models.families import HF_TYPES, HF_WRAPPERS
 from octavo.models.family import Key
-from octavo.models.hf_type import FULL, SLIDING, HfType
+from octavo.models.hf_type import FULL, PROPORTIONAL, SLIDING, HfType
 from octavo.models.refused import refusal
 from octavo.models.section import Section
 
@@ -50,7 +51,8 @@ LAYER_TYPES = {FULL: FULL, SLIDING: SLIDING, "attention": FULL}
 REFUSED: dict[str, Callable[[Any], bool]] = {
     "per_layer_config": lambda value: value is not None,
     "is_causal": lambda value: value is not None and not value,
-    "use_bidirectional_attention": bool,
+    # "vision" is for pictures, which are refused.
+    "use_bidirectional_attention": lambda value: bool(value) and value != "vision",
     "configuration_files": bool,  # another file for other versions of transformers
     "transformers_weights": bool,  # another file for the weights
 }
@@ -130,7 +132,7 @@ class _Reader:
             )
         for key, refused in REFUSED.items():
             for values in (whole, file):
-                if refused(values.get(key)):
+                if refused(values.get(key)) and not self.has(key):
                     self.fail(f"{key} {values[key]!r:.80} is not supported")
         self.within = "text_config: " if wrapper else ""
         self.values = completed(file, self.kind, self.fail, folder.note)
@@ -173,7 +175,8 @@ class _Reader:
             "intermediate_size": self.feed_forward(),
             "norm_eps": self.section.real(self.family.eps.hf),
             "activation": self.activation(),
-            "attention_scale": 1.0 / sqrt(self.head_dim),
+            "attention_scale": self.family.attention_scale or 1.0 / sqrt(self.head_dim),
+            "per_layer_input": self.per_layer_input(),
             "tied_embeddings": self.section.flag("tie_word_embeddings"),
             "layers": self.layers(),
             "temperature": self.temperature(),
@@ -200,10 +203,14 @@ class _Reader:
     def layers(self) -> tuple[Layer, ...]:
         """What the layers have follows from the keys that the class has."""
         ropes = self.values["rope_parameters"]
+        wide = self.count("global_head_dim") if self.has("global_head_dim") else self.head_dim
+        if wide > MAX_HEAD_DIM:
+            self.fail(f"global_head_dim is {wide}, above {MAX_HEAD_DIM}")
         if len(self.kind.rope_theta) > 1:
-            rope, local = self.rope(ropes[FULL]), self.rope(ropes[SLIDING])
+            rope = self.rope(ropes[FULL], wide)
+            local = self.rope(ropes[SLIDING], self.head_dim)
         else:
-            rope = local = self.rope(ropes)
+            rope = local = self.rope(ropes, self.head_dim)
         window = self.window() if self.has("sliding_window") else None
         types = [SLIDING if window is not None else FULL] * self.num_layers
         if self.has("layer_types"):
@@ -212,25 +219,27 @@ class _Reader:
                 key = "use_sliding_window"
                 why = f"{key} is false" if self.has(key) else "sliding_window is null"
                 self.fail(f"layer_types has {SLIDING}, but {why}")
-        kinds = {
-            FULL: Layer(rope),
-            SLIDING: Layer(local, window),
-        }
+        far = Layer(rope)
+        if self.has("global_head_dim"):
+            far = self.global_layer(far, wide)
+        kinds = {FULL: far, SLIDING: Layer(local, window)}
         if (recurrent := self.family.recurrent) is not None and recurrent.layer_type in types:
             kinds[recurrent.layer_type] = Layer(rope, recurrence=recurrent.hf(self.count))
         shared = 0
         if self.has("shared_expert_intermediate_size"):
             shared = self.count("shared_expert_intermediate_size")
-        layers = zip(types, self.rotated(types), self.experts(), strict=True)
-        return tuple(
+        layers = [
             replace(
                 kinds[kind],
                 rope=kinds[kind].rope if rotates else UNROTATED,
                 experts=experts,
                 shared_expert=shared if experts else 0,
             )
-            for kind, rotates, experts in layers
-        )
+            for kind, rotates, experts in zip(
+                types, self.rotated(types), self.experts(), strict=True
+            )
+        ]
+        return self.sharing(layers) if self.has("num_kv_shared_layers") else tuple(layers)
 
     def rotated(self, types: list[str]) -> list[bool]:
         """Which layers have rotary positions."""
@@ -253,6 +262,38 @@ class _Reader:
         beta, original = section.real("llama_4_scaling_beta"), section.count(ORIGINAL)
         return Temperature(beta, original) if beta else None
 
+    def global_layer(self, layer: Layer, head_dim: int) -> Layer:
+        """Return a layer that sees everything, where these have heads of their own."""
+        kv_heads = self.values["num_global_key_value_heads"]
+        return replace(
+            layer,
+            head_dim=head_dim,
+            num_kv_heads=None if kv_heads is None else self.count("num_global_key_value_heads"),
+            keys_as_values=self.section.flag("attention_k_eq_v"),
+        )
+
+    def sharing(self, layers: list[Layer]) -> tuple[Layer, ...]:
+        """Return the layers of which the last read others' keys and values."""
+        count = self.section.count("num_kv_shared_layers", least=0)
+        if self.section.flag("use_double_wide_mlp"):
+            wide = 2 * self.count("intermediate_size")
+            first = len(layers) - count
+            layers[first:] = [replace(layer, intermediate_size=wide) for layer in layers[first:]]
+        try:
+            return share_caches(layers, count)
+        except ValueError as error:
+            self.fail(f"num_kv_shared_layers is {count}: {error}")
+
+    def per_layer_input(self) -> int:
+        """The width of what each layer gets of a token's second embedding."""
+        if not self.has("hidden_size_per_layer_input"):
+            return 0
+        width = self.section.count("hidden_size_per_layer_input", 0, least=0)
+        rows, tokens = self.count("vocab_size_per_layer_input"), self.count("vocab_size")
+        if width and rows != tokens:
+            self.fail(f"vocab_size_per_layer_input {rows} differs from vocab_size {tokens}")
+        return width
+
     def feed_forward(self) -> int:
         """The width of feed-forward layers."""
         if self.kind.feed_forward is None:
@@ -263,7 +304,9 @@ class _Reader:
         """The experts of each layer; those of the class that has any are in every layer, but for
         the dense ones that it may name.
         """
-        if not self.has("num_experts_per_tok"):
+        switch = "enable_moe_block"
+        off = self.has(switch) and not self.section.flag(switch)
+        if off or not self.has("num_experts_per_tok"):
             return [None] * self.num_layers
         size = "moe_intermediate_size" if self.has("moe_intermediate_size") else "intermediate_size"
         experts = Experts(
@@ -309,12 +352,14 @@ class _Reader:
 
     # ── Rotary positions ────────────────────────────────────────────────────────────────────────
 
-    def rope(self, values: dict[str, Any]) -> Rope:
+    def rope(self, values: dict[str, Any], head_dim: int) -> Rope:
         """One rotary embedding. Only here are the section's keys interpreted."""
         section = Section(self.fail, values)
         theta = section.real("rope_theta")
         kind = section.text("rope_type")
         part = section.real("partial_rotary_factor", self.kind.partial_rotary or 1.0)
+        if kind == PROPORTIONAL:
+            return self.proportional_rope(section, part, head_dim)
         if part != 1.0 and not self.kind.partial_rotary:
             if kind != "default":
                 self.fail(
@@ -329,7 +374,7 @@ class _Reader:
             return UNROTATED
         if not 0.0 < part <= 1.0:
             self.fail(f"partial_rotary_factor is {part:g}, outside 0 to 1")
-        dim = int(self.head_dim * part)
+        dim = int(head_dim * part)
         if dim % 2 and theta > 0.0:  # one more turns, with the frequencies of an odd number
             theta, dim = theta ** ((dim + 1) / dim), dim + 1
         plain = {"theta": theta, "dim": dim, "interleaved": self.family.hf_interleaved}
@@ -347,6 +392,18 @@ class _Reader:
             raise
         except (ValueError, ArithmeticError) as error:
             self.fail(f"rope type {kind!r} cannot be computed from {values}: {error}")
+
+    def proportional_rope(self, section: Section, part: float, head_dim: int) -> Rope:
+        """The first pairs with the frequencies that they have where all are rotated."""
+        if not 0.0 <= part <= 1.0:
+            self.fail(f"partial_rotary_factor is {part:g}, outside 0 to 1")
+        pairs, rotated = head_dim // 2, int(part * head_dim // 2)
+        if not rotated:
+            return UNROTATED
+        factors = (1.0,) * rotated + (inf,) * (pairs - rotated)
+        scale = 1.0 / section.at_least_one("factor", 1.0)
+        factors = factors if rotated < pairs else ()
+        return Rope(section.real("rope_theta"), 2 * pairs, False, scale, factors)
 
     def linear_rope(self, section: Section, plain: dict[str, Any]) -> Rope:
         return Rope(**plain, scale=1.0 / section.at_least_one("factor"))
@@ -420,7 +477,7 @@ class _Reader:
 
     def has(self, key: str) -> bool:
         """Whether the class has a key; a file may have others."""
-        return key in self.kind.defaults
+        return key in self.kind.defaults or key in self.kind.aliases.values()
 
     def count(self, key: str) -> int:
         return self.section.count(key)

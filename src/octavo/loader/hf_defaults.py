@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from octavo.models.hf_type import FULL, SLIDING, HfType
+from octavo.models.hf_type import FULL, PROPORTIONAL, SLIDING, HfType
 from octavo.models.section import Section
 
 _BOTH = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -20,6 +20,7 @@ _YARN = {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "msca
 # The keys that each rope type reads. Those with the last one get it if the file has none.
 ROPE_KEYS: dict[str, set[str]] = {
     "default": _BOTH,
+    PROPORTIONAL: _BOTH | {"factor"},
     "linear": _BOTH | {"factor"},
     "dynamic": _BOTH | {"factor"},
     "llama3": _BOTH | _LLAMA3,

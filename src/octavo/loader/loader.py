@@ -7,7 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from octavo.loader.base import ChatTemplate, Checkpoint, Weight
-from octavo.loader.bind import STACKS, bind, experts, gathered, listed, taken, trim_heap
+from octavo.loader.bind import (
+    STACKS,
+    bind,
+    experts,
+    gathered,
+    listed,
+    taken,
+    trim_heap,
+    unread,
+)
 from octavo.loader.chat_template import JinjaChatTemplate, several_templates
 from octavo.loader.generation_config import of_gguf
 from octavo.loader.gguf import GgufFile
@@ -98,9 +107,9 @@ def _by_role(
     file: GgufFile, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, Weight]:
     weights: dict[str, Weight] = {}
-    family = FAMILIES[config.family]
+    family, passed_over = FAMILIES[config.family], unread(config)
     for name in file.tensors:
-        if name in _CONFIG_TENSORS or _drafts(name, config):
+        if name in _CONFIG_TENSORS or _drafts(name, config) or role(name, family) in passed_over:
             continue
         weight, key = file.weight(name), role(name, family)
         prefix, part = parts_of(key)

@@ -75,14 +75,22 @@ class Builder:
 
     def value(self, name: str) -> str:
         """Return the name of a value as wide as the current layer has it."""
-        if self._layer is None or name not in ("q", "k", "v", "attn"):
+        layer, c = self._layer, self.config
+        if layer is None:
             return name
-        kv_heads, head_dim = self.config.heads_of(self._layer)
-        heads = kv_heads if name in ("k", "v") else self.config.num_heads
-        if self.widths[name] == heads * head_dim:
+        kv_heads, head_dim = c.heads_of(layer)
+        if name in ("q", "attn"):
+            width = c.num_heads * head_dim
+        elif name in ("k", "v"):
+            width = kv_heads * head_dim
+        elif name in ("gate", "up"):
+            width = layer.intermediate_size or c.intermediate_size
+        else:
             return name
-        own = f"{name}@{heads * head_dim}"
-        self.widths[own] = heads * head_dim
+        if self.widths[name] == width:
+            return name
+        own = f"{name}@{width}"
+        self.widths[own] = width
         return own
 
     def norm(self, x: str, name: str, out: str, group: int = 0, scale: float = 1.0) -> None:
@@ -95,11 +103,12 @@ class Builder:
         self.append(Linear(self.value(x), weight, self.value(out), bias))
 
     def project_qkv(self, x: str, layer: Layer) -> None:
-        """Write down the projections to q and, unless the layer shares another's cache, k and v."""
+        """Write down the projections to q and, unless the layer has none, to k and v."""
         self.linear(x, "attn_q", "q")
         if layer.shares is None:
             self.linear(x, "attn_k", "k")
-            self.linear(x, "attn_v", "v")
+            if not layer.keys_as_values:
+                self.linear(x, "attn_v", "v")
 
     def norm_qk(self, layer: Layer, *, by_head: bool) -> None:
         """Write down norms of q and, if the layer has any, k: of each head or of all together."""
@@ -135,10 +144,11 @@ class Builder:
         if experts is not None:
             self.sparse_feed_forward(x, experts, out)
             return
-        self.linear(x, "ffn_gate", "gate")
-        self.linear(x, "ffn_up", "up")
-        self.append(GatedActivation("gate", "up", "gate", self.config.activation))
-        self.linear("gate", "ffn_down", out)
+        gate, up = self.value("gate"), self.value("up")
+        self.linear(x, "ffn_gate", gate)
+        self.linear(x, "ffn_up", up)
+        self.append(GatedActivation(gate, up, gate, self.config.activation))
+        self.linear(gate, "ffn_down", out)
 
     def shared_expert(self, x: str, width: int, *, gate: bool, out: str = "shared") -> None:
         """Write down the expert that every token goes to, from x to ``out``; with a ``gate`` of one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
@@ -53,7 +54,8 @@ class Rope:
     dim: int  # leading dimensions of each head that are rotated
     interleaved: bool  # pairs (2i, 2i+1) (GGUF "norm") or (i, i+dim/2) ("neox")
     scale: float = 1.0  # of positions: 1/factor for linear scaling; 0: nothing is rotated
-    factors: tuple[float, ...] = ()  # per-pair divisors (Llama-3, YaRN), dim/2 of them, or none
+    # Divisors of the pairs (Llama-3, YaRN), dim/2 of them, or none; inf: it is not rotated.
+    factors: tuple[float, ...] = ()
     magnitude: float = 1.0  # of queries and keys alike (YaRN, LongRoPE)
     by_length: LongRope | DynamicNtk | None = None
 
@@ -123,6 +125,8 @@ class Layer:
     shared_expert: int = 0  # width of the expert that every token goes to besides; 0: there is none
     num_kv_heads: int | None = None  # None: the model's
     head_dim: int | None = None  # None: the model's
+    keys_as_values: bool = False  # it has no projection to values: they are what keys are made of
+    intermediate_size: int | None = None  # of the dense feed-forward layer; None: the model's
     shares: int | None = None  # an earlier layer, whose keys and values it reads: it has none
     recurrence: RecurrenceShape | None = None  # in place of attention
     latent: bool = False  # a token's key is its value, too; planned for, and computed by no program
@@ -163,6 +167,7 @@ class ModelConfig:
     logits_softcap: float = 0.0
     residual_scale: float = 1.0  # multiplies what a layer's halves add to the residual stream
     logits_scale: float = 1.0
+    per_layer_input: int = 0  # elements that each layer gets of a token's embedding; 0: none
     biases: frozenset[str] = frozenset()  # projections of every layer with a bias: "attn_q", …
     name: str = ""
     fixed_from: int | None = None  # the `default_length` of the model that `for_length` fixed
@@ -181,6 +186,7 @@ class ModelConfig:
             ("head_dim", 2, 1024),
             ("intermediate_size", 1, 1 << 20),
             ("context_length", 1, 1 << 27),
+            ("per_layer_input", 0, 1 << 16),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
@@ -277,6 +283,23 @@ class ModelConfig:
         return replace(self, layers=tuple(layers), fixed_from=self.default_length)
 
 
+def share_caches(layers: Sequence[Layer], count: int) -> tuple[Layer, ...]:
+    """Return the layers of which the last ``count`` read the keys and values of the last one before
+    them that sees as much. Raise `ValueError` where there is none.
+    """
+    if not 0 <= count < len(layers):
+        raise ValueError(f"{count} of {len(layers)} layers are to share caches")
+    own = len(layers) - count
+    last = {layer.window: index for index, layer in enumerate(layers[:own])}
+    for index, layer in enumerate(layers[own:], start=own):
+        if layer.window not in last:
+            raise ValueError(f"none of the first {own} layers sees as much as layer {index}")
+    return tuple(
+        layer if index < own else replace(layer, shares=last[layer.window], keys_as_values=False)
+        for index, layer in enumerate(layers)
+    )
+
+
 def _fault(layer: Layer, num_heads: int, num_kv_heads: int, head_dim: int) -> str | None:
     """Return what is wrong with a layer, whose heads are given."""
     rope, experts = layer.rope, layer.experts
@@ -286,6 +309,8 @@ def _fault(layer: Layer, num_heads: int, num_kv_heads: int, head_dim: int) -> st
         return f"head_dim is {head_dim}, outside 2 to 1024"
     if head_dim % 2:
         return f"head_dim is {head_dim}, which is odd"
+    if layer.intermediate_size is not None and not 1 <= layer.intermediate_size <= 1 << 20:
+        return f"intermediate_size is {layer.intermediate_size}, outside 1 to {1 << 20}"
     if layer.window is not None and layer.window < 1:
         return f"window is {layer.window}, below 1"
     if layer.recurrence is not None:
@@ -329,7 +354,7 @@ def _fault(layer: Layer, num_heads: int, num_kv_heads: int, head_dim: int) -> st
                     "tokens on"
                 )
     for factors in (rope.factors, later):
-        if not all(0.0 < factor < inf for factor in factors):
+        if not all(factor > 0.0 for factor in factors):
             return "a rope factor is not a positive number"
         if factors and len(factors) != rope.dim // 2:
             return f"{len(factors)} rope factors for {rope.dim // 2} pairs"

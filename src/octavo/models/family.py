@@ -31,6 +31,8 @@ Float32 = npt.NDArray[np.float32]
 QKV = frozenset({"attn_q", "attn_k", "attn_v"})
 ATTENTION = QKV | {"attn_output"}
 FFN = frozenset({"ffn_gate", "ffn_up", "ffn_down"})
+# The matrices of what each layer gets of a token beside the residual stream (Gemma 4).
+LAYER_INPUTS = frozenset({"per_layer_token_embd", "per_layer_model_proj", "inp_gate", "proj"})
 # What Hugging Face usually calls the roles, without the prefix "model." and the layer's; {} stands
 # for an expert's number.
 MODULES = {
@@ -100,6 +102,7 @@ def _square(x: float) -> float:
 
 
 PLAIN = Form(float, float)
+COUNT = Form(int, int)
 INVERSE = Form(lambda number: 1.0 / (number or 1.0), lambda x: 1.0 / x)  # of 0 there is none
 INVERSE_SQUARE = Form(lambda number: 1.0 / sqrt(number), _square)
 
@@ -164,6 +167,7 @@ class Windows(NamedTuple):
     period: int = 0  # one layer in so many sees everything, if the file does not say; 0: none does
     theta: float | None = None  # their rotary base; None: that of the others
     scaled: bool = True  # their rotary positions are scaled as those of the others are
+    flags: bool = False  # files have a flag for each layer, not the period
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -179,6 +183,7 @@ class Family:
     fixed: tuple[Fixed, ...] = ()
     recurrent: RecurrentLayers | None = None
     embedding_root: bool = False  # embeddings are multiplied by the root of hidden_size
+    attention_scale: float | None = None  # None: 1/sqrt(head_dim), unless a key says otherwise
     modules: Mapping[str, str] = field(default_factory=dict)  # see `MODULES`, which these add to
     rotates_windows: bool = False  # layers without a window have no rotary positions
     temperature: bool = False  # queries may grow with their position (`Temperature`)
@@ -212,6 +217,8 @@ class Family:
     windows: Windows | None = None
     unrotated_period: int = 0  # one layer in so many has no rotary positions; 0: none
     expert_size: str = ""  # the key of an expert's width: the family has experts
+    also_dense: bool = False  # … or none
+    keys_as_values: bool = False  # layers without a projection to values take the keys' one
     shared_expert_size: str = ""  # the key of the shared expert's
     # The one size whose attention scale is 1/sqrt(hidden_size / heads), by its number of layers.
     hidden_scale_layers: int = 0

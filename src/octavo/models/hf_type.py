@@ -61,6 +61,8 @@ LLAMA_DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+# Some pairs are rotated, with the frequencies that they have where all are (Gemma 4).
+PROPORTIONAL = "proportional"
 ROPE_TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
 
 

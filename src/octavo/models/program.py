@@ -205,33 +205,42 @@ class RmsNorm(RowOp):
     """out = x / sqrt(mean(x²) + eps) * (scale * weight), over groups of ``group`` elements.
 
     A group of 0 is the whole row. With ``group`` = head_dim it is the per-head q/k norm; the weight
-    then has ``group`` elements.
+    then has ``group`` elements, or is as ``wide`` as the row. Without a weight nothing is
+    multiplied.
     """
 
     label = "norm"
 
     x: str
-    weight: str
+    weight: str | None
     out: str
     eps: float
     group: int = 0
     scale: float = 1.0
+    wide: bool = False
 
     def row_function(self) -> RowFunction:
-        return RowFunction("rms_norm", ((self.weight, self.scale),), (self.eps,), self.group)
+        weights = () if self.weight is None else ((self.weight, self.scale),)
+        return RowFunction("rms_norm", weights, (self.eps,), self.group)
 
     def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
-        return {self.weight: (self.group or widths[self.x],)}
+        if self.weight is None:
+            return {}
+        size = widths[self.x] if self.wide else self.group or widths[self.x]
+        return {self.weight: (size,)}
 
     def work(self, program: Program) -> Work:
-        return Work(4 * program.widths[self.x], (self.weight,))
+        weights = () if self.weight is None else (self.weight,)
+        return Work(4 * program.widths[self.x], weights)
 
     def compute(self, at: Evaluation) -> None:
         x = at.values[self.x]
         rows = x.reshape(*x.shape[:-1], -1, self.group or x.shape[-1])
         mean = np.square(rows).mean(axis=-1, keepdims=True)
-        weight = at.weights[self.weight] * np.float32(self.scale)
-        out: Float32 = rows / np.sqrt(mean + np.float32(self.eps)) * weight
+        out: Float32 = rows / np.sqrt(mean + np.float32(self.eps))
+        if self.weight is not None:
+            weight = at.weights[self.weight] * np.float32(self.scale)
+            out = out * (weight.reshape(rows.shape[-2:]) if self.wide else weight)
         at.values[self.out] = out.reshape(x.shape)
 
 
@@ -267,6 +276,45 @@ class LayerNorm(RowOp):
         weight = at.weights[self.weight] * np.float32(self.scale)
         out: Float32 = centred / np.sqrt(variance + np.float32(self.eps)) * weight
         at.values[self.out] = out.reshape(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(RowOp):
+    """out = x * weight, which is one number."""
+
+    label = "scale"
+
+    x: str
+    weight: str
+    out: str
+
+    def row_function(self) -> RowFunction:
+        return RowFunction("scale", ((self.weight, 1.0),))
+
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        return {self.weight: (1,)}
+
+    def work(self, program: Program) -> Work:
+        return Work(program.widths[self.x], (self.weight,))
+
+    def compute(self, at: Evaluation) -> None:
+        at.values[self.out] = at.values[self.x] * at.weights[self.weight]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice(Op):
+    """out = the elements of each row of x from ``first`` on, as many as ``out`` is wide."""
+
+    x: str
+    out: str
+    first: int
+    width: int
+
+    def work(self, program: Program) -> Work:
+        return Work()
+
+    def compute(self, at: Evaluation) -> None:
+        at.values[self.out] = at.values[self.x][..., self.first : self.first + self.width]
 
 
 @dataclass(frozen=True, slots=True)

@@ -461,8 +461,8 @@ class _Loader:
                 return kind(*built)
             case list():
                 return [self._built(part) for part in of]
-            case lower.View(buffer, _, stride):
-                return _native.Value(buffer.offset, stride, buffer.local)
+            case lower.View(buffer, _, stride, first=first):
+                return _native.Value(buffer.offset, stride, buffer.local, first)
             case lower.Buffer(offset=offset, local=local):
                 return _native.Prepared(offset, local)
             case lower.WeightRef(role, factor):

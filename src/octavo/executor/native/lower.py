@@ -50,13 +50,16 @@ class Buffer:
 class View(NamedTuple):
     """A [rows, width] matrix of floats in a buffer; its rows are ``stride`` floats apart.
 
-    With ``experts`` its rows are the slots of their choices.
+    With ``experts`` its rows are the slots of their choices. A ``slice`` of a wider matrix begins
+    at element ``first`` of each of its rows; nothing is written to it.
     """
 
     buffer: Buffer
     width: int
     stride: int
     experts: Experts | None = None
+    slice: bool = False
+    first: int = 0
 
 
 class WeightRef(NamedTuple):
@@ -282,9 +285,11 @@ class _Lowering:
         """Return where an op of rows writes: over an input that nobody reads later, or anew."""
         (out,) = self.uses[index].writes
         for value in self.uses[index].reads:
-            if self._dies(value, index) and self.widths[value] == self.widths[out]:
-                self.views[out] = self.views[value]
-                return self.views[out]
+            view = self.views[value]
+            same = self.widths[value] == self.widths[out] and not view.slice
+            if same and self._dies(value, index):
+                self.views[out] = view
+                return view
         return self._new_value(index)
 
     def _new_value(self, index: int, experts: Experts | None = None) -> View:
@@ -364,6 +369,13 @@ class _Lowering:
         self._rows()
         out = self._new_value(i)
         self._step("input", _native.InputStep, out, out.width, op=i)
+        return 1
+
+    def _slice(self, i: int, op: model.Slice) -> int:
+        whole = self._read(i)
+        self.views[self.uses[i].writes[0]] = whole._replace(
+            width=op.width, slice=True, first=whole.first + op.first
+        )
         return 1
 
     def _rope(self, i: int, op: model.RopeAndStoreKv) -> int:
@@ -548,6 +560,7 @@ def _shape(op: Recurrence) -> LoweredStep:
 # How the ops are lowered that are no `RowOp`.
 LOWERINGS: dict[type[model.Op], Callable[[_Lowering, int, Any], int]] = {
     model.Embed: _Lowering._embed,
+    model.Slice: _Lowering._slice,
     model.Input: _Lowering._input,
     model.Linear: _Lowering._linears,
     model.GateRow: _Lowering._gate_row,

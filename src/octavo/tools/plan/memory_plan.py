@@ -35,6 +35,7 @@ from octavo.kv_cache.state_layout import StateLayout
 from octavo.loader.base import WeightFormat
 from octavo.loader.rounding import FLOATS, QUANTIZATIONS
 from octavo.models.config import ModelConfig
+from octavo.models.family import LAYER_INPUTS
 from octavo.spec_decode.draft_model import needed_blocks
 from octavo.tools.plan.defaults import engine_defaults
 from octavo.tools.plan.gpu import RUNTIME_BYTES
@@ -459,7 +460,9 @@ def weight_parts(subject: Subject, stored: StoredWeights) -> list[WeightPart]:
 def _purpose(role: str) -> str:
     if (name := part(role)) != "layers":
         return {"norms": "norms and biases"}.get(name, name)
-    own = role.split(".")[2]  # layers.N.own
+    own = role.split(".")[2] if role.startswith("layers.") else role  # layers.N.own
+    if own in LAYER_INPUTS:
+        return "layer inputs"
     if own.startswith("attn"):
         return "attention"
     if own.startswith("ffn_gate_inp") or own == "exp_probs_b":

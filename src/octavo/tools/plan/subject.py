@@ -119,6 +119,7 @@ def _quantized(folder: HfFolder) -> str | None:
 
 def part(role: str) -> str:
     """The line of a sum that a weight belongs to; a tied head is the embedding."""
-    if role.endswith(("norm", ".bias")):
+    name = role.split(".")[2] if role.startswith("layers.") else role
+    if role.endswith(".bias") or "norm" in name or name == "layer_output_scale":
         return "norms"
     return {"token_embd": "embedding", "output": "head"}.get(role, "layers")

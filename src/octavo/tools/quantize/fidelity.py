@@ -313,20 +313,20 @@ class Exact:
 
     def _weights(self, ops: Sequence[Op], groups: list[Int32]) -> tuple[_Weights, list[Int32]]:
         """The numbers of the weights that ``ops`` name; of an embedding only the rows of these
-        tokens, whose ids become places among those.
+        tokens, as whose ids their places among those are returned.
         """
         stored = self.checkpoint.weights
         found = _Weights(stored)
+        used = np.unique(np.concatenate([group.reshape(-1) for group in groups]))
+        places = [np.searchsorted(used, group).astype(np.int32) for group in groups]
         for op in ops:
             if isinstance(op, Embed):
-                used = np.unique(np.concatenate([group.reshape(-1) for group in groups]))
                 table = [dequantize(stored[op.weight], row, row + 1) for row in used.tolist()]
                 found[op.weight] = np.concatenate(table)
-                groups = [np.searchsorted(used, group).astype(np.int32) for group in groups]
             elif not isinstance(op, ExpertLinear):
                 for role in self.program.roles(op):
                     found[role] = _numbers(stored[role])
-        return found, groups
+        return found, places
 
 
 class _Weights(dict[str, Float32]):

@@ -23,7 +23,7 @@ from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_config import text_config
 from octavo.loader.hf_folder import HfFolder
 from octavo.loader.loader import load_gguf, parts_of
-from octavo.loader.metadata import KV_HEADS
+from octavo.loader.metadata import KV_HEADS, UNROTATED_FACTOR
 from octavo.models.config import LongRope, ModelConfig, Rope
 from octavo.models.families import FAMILIES
 from octavo.models.hf_type import FULL
@@ -99,11 +99,12 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
         "block_count": len(c.layers),
         "context_length": c.context_length,
         "embedding_length": c.hidden_size,
-        "feed_forward_length": c.intermediate_size,
+        "feed_forward_length": _each(
+            [layer.intermediate_size or c.intermediate_size for layer in c.layers]
+        ),
         "attention.head_count": c.num_heads,
-        KV_HEADS: c.num_kv_heads,
-        "attention.key_length": c.head_dim,
-        "attention.value_length": c.head_dim,
+        KV_HEADS: _each([c.heads_of(layer)[0] for layer in c.layers]),
+        **_head_dims(c),
         family.eps.gguf: c.norm_eps,
         "vocab_size": c.vocab_size,
         "rope.dimension_count": rope.rotated,
@@ -120,10 +121,15 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
         local = next((each.rope.theta for each in c.layers if each.window is not None), theta)
         if local != theta:
             found["rope.freq_base_swa"] = local
-        found["attention.sliding_window_pattern"] = _pattern([w is not None for w in windows])
+        flags = [window is not None for window in windows]
+        found["attention.sliding_window_pattern"] = (
+            np.array(flags, np.bool_) if family.windows.flags else _pattern(flags)
+        )
     if c.temperature is not None:
         found["attention.temperature_scale"] = c.temperature.beta
         found["rope.scaling.original_context_length"] = c.temperature.original
+    if shared := sum(layer.shares is not None for layer in c.layers):
+        found["attention.shared_kv_layers"] = shared
     for number in family.gguf_keys:
         if (x := getattr(c, number.field)) or number.default:
             found[number.gguf] = number.form.write(float(x))
@@ -135,6 +141,25 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
     if c.experts is not None:
         found |= {"expert_count": c.experts.count, "expert_used_count": c.experts.chosen}
         found[family.expert_size] = c.experts.intermediate_size
+    return found
+
+
+def _each(numbers: list[int]) -> Value:
+    """One number for all layers; one for each where they differ."""
+    return numbers[0] if len(set(numbers)) == 1 else np.array(numbers, np.uint32)
+
+
+def _head_dims(c: ModelConfig) -> dict[str, Value]:
+    """The widths of heads; those of layers with a window have keys of their own where they are
+    others.
+    """
+    far = next((layer for layer in c.layers if layer.window is None), c.layers[0])
+    wide = c.heads_of(far)[1]
+    found: dict[str, Value] = {"attention.key_length": wide, "attention.value_length": wide}
+    if FAMILIES[c.family].windows is not None and wide != c.head_dim:
+        near = next((layer.rope for layer in c.layers if layer.window is not None), far.rope)
+        found |= {"attention.key_length_swa": c.head_dim, "attention.value_length_swa": c.head_dim}
+        found["rope.dimension_count_swa"] = near.rotated
     return found
 
 
@@ -190,7 +215,8 @@ def _rope_tensors(config: ModelConfig, scaling: dict[str, Any]) -> list[GgufTens
             _floats("rope_factors_short.weight", rope.factors),
         ]
     if rope.factors and not _is_yarn(scaling):
-        return [_floats("rope_freqs.weight", rope.factors)]
+        factors = tuple(min(factor, UNROTATED_FACTOR) for factor in rope.factors)
+        return [_floats("rope_freqs.weight", factors)]
     return []
 
 

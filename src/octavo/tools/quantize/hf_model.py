@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.models.config import Activation, Experts, LongRope, ModelConfig, Rope, Temperature
 from octavo.models.families import FAMILIES, program
 from octavo.models.family import MODULES, Family, IntArray
-from octavo.models.hf_type import FULL, SLIDING, HfType
+from octavo.models.hf_type import FULL, PROPORTIONAL, SLIDING, HfType
 from octavo.tools.quantize.grid import Scheme
 from octavo.tools.quantize.same_model import difference
 from octavo.tools.quantize.state import QuantizeError
@@ -148,6 +149,8 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
             values[key] = bool(roles & (c.biases - family.biases))
     if c.experts is not None:
         values |= _experts(c, c.experts, kind)
+    if "per_layer_config" in kind.defaults:
+        values |= _global_layers(c)
     if "shared_expert_intermediate_size" in kind.defaults:
         width = max(layer.shared_expert for layer in c.layers)
         values["shared_expert_intermediate_size"] = width
@@ -176,10 +179,28 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
     return {**values, **dict.fromkeys(family.passed_over), **family.written}
 
 
+def _global_layers(c: ModelConfig) -> dict[str, Any]:
+    """What layers that see everything have of their own, and what the last ones share."""
+    far = {str(i): c.heads_of(layer) for i, layer in enumerate(c.layers) if layer.window is None}
+    return {
+        "per_layer_config": {
+            index: {"head_dim": head_dim, "num_key_value_heads": kv_heads}
+            for index, (kv_heads, head_dim) in far.items()
+        },
+        "attention_k_eq_v": any(layer.keys_as_values for layer in c.layers),
+        "num_kv_shared_layers": sum(layer.shares is not None for layer in c.layers),
+        "use_double_wide_mlp": any(layer.intermediate_size is not None for layer in c.layers),
+        "hidden_size_per_layer_input": c.per_layer_input,
+        "vocab_size_per_layer_input": c.vocab_size,
+    }
+
+
 def _experts(c: ModelConfig, experts: Experts, kind: HfType) -> dict[str, Any]:
     own = {
         "num_experts": experts.count,
         "num_local_experts": experts.count,
+        "enable_moe_block": True,
+        "top_k_experts": experts.chosen,
         "moe_intermediate_size": experts.intermediate_size,
         "norm_topk_prob": experts.renormalize,
         "decoder_sparse_step": 1,
@@ -205,6 +226,9 @@ def _rope_sections(config: ModelConfig) -> Iterator[dict[str, Any]]:
     near = [rope for local, rope in ropes if local]
     if len(far) > 1 or len(near) > 1:
         raise _refusal(config, "layers of one kind have different rotary positions")
+    if PROPORTIONAL in FAMILIES[config.family].hf[0].rope_types:
+        yield {"rope_parameters": {FULL: _proportional(far), SLIDING: _plain(near)}}
+        return
     base: dict[str, Any] = {"rope_theta": (far or near)[0].theta}
     if local_base and kind.local_theta:
         base[kind.local_theta] = near[0].theta if near else 10000.0
@@ -224,6 +248,25 @@ def _rope_sections(config: ModelConfig) -> Iterator[dict[str, Any]]:
         if scaling is not None and scaling["rope_type"] == "longrope":
             section["original_max_position_embeddings"] = scaling.pop("original")
         yield base | section
+
+
+def _plain(ropes: list[Rope]) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": ropes[0].theta if ropes else 10000.0}
+
+
+def _proportional(ropes: list[Rope]) -> dict[str, Any]:
+    if not ropes or not ropes[0].rotated:
+        return {"rope_type": PROPORTIONAL, "rope_theta": 1e6, "partial_rotary_factor": 0.0}
+    (rope, *_) = ropes
+    pairs = rope.dim // 2
+    rotated = sum(factor < inf for factor in rope.factors) if rope.factors else pairs
+    return {
+        "rope_type": PROPORTIONAL,
+        "rope_theta": rope.theta,
+        # Rounded down to whole pairs by those who read it.
+        "partial_rotary_factor": min((rotated + 0.25) / pairs, 1.0),
+        "factor": 1.0 / rope.scale,
+    }
 
 
 def _scalings(config: ModelConfig, rope: Rope) -> Iterator[dict[str, Any] | None]:

@@ -149,7 +149,7 @@ def _inputs(ops: Sequence[Op], config: ModelConfig) -> tuple[SharedInput, ...]:
 
 def _made(op: RmsNorm | LayerNorm | Linear | ExpertLinear | None, expert: int = 0) -> Maker | None:
     match op:
-        case RmsNorm(weight=weight) | LayerNorm(weight=weight):
+        case RmsNorm(weight=str(weight)) | LayerNorm(weight=weight):
             return Maker(weight, None, norm=True)
         case Linear(weight=weight, bias=bias):
             return Maker(weight, bias, norm=False)

@@ -24,6 +24,10 @@ def difference(wanted: ModelConfig, found: ModelConfig) -> str | None:
                 for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
                     if wanted.heads_of(a) != found.heads_of(b) or a.shares != b.shares:
                         return f"the KV cache of layer {index} would differ"
+                    if _values_of(a) != _values_of(b):
+                        return f"the values of layer {index} would differ"
+                    if _width(wanted, a) != _width(found, b):
+                        return f"the feed-forward layer {index} would differ"
                     if not _same_layer(a, b):
                         return f"{_part(a, b)} of layer {index} would differ"
                 continue
@@ -36,6 +40,14 @@ def difference(wanted: ModelConfig, found: ModelConfig) -> str | None:
         if not same:
             return f"{field.name} would differ"
     return None
+
+
+def _values_of(layer: Layer) -> bool:
+    return layer.shares is None and layer.keys_as_values
+
+
+def _width(config: ModelConfig, layer: Layer) -> int:
+    return layer.intermediate_size or config.intermediate_size
 
 
 def _close(a: float, b: float) -> bool:

@@ -15,7 +15,7 @@ from octavo.executor.reference import evaluate
 from octavo.executor.reference.evaluate import WholeSequences
 from octavo.loader.base import Weight
 from octavo.loader.dequantize import dequantize
-from octavo.models.program import Op, Program, Values, slots
+from octavo.models.program import Embed, Op, Program, Values, slots
 from octavo.tools.quantize.grid import Float32
 from octavo.tools.quantize.layers import LayerOps, SharedInput, live
 from octavo.tools.quantize.state import LayerResult, QuantizeError
@@ -44,11 +44,14 @@ class HiddenStates:
         rows_of: Callable[[str, npt.NDArray[np.int32]], Float32],
     ) -> None:
         """The samples [sequences, tokens], embedded, some sequences at a time. ``rows_of`` gives
-        rows of a matrix of ``ops``."""
+        rows of a weight of ``ops``: of an embedding those of the samples' tokens, else all."""
         count = max(1, CHUNK // samples.shape[1])
         used, places = np.unique(samples, return_inverse=True)
-        roles = (role for op in ops for role in self.program.roles(op))
-        weights = {role: rows_of(role, used) for role in roles}
+        weights = {
+            role: rows_of(role, used if isinstance(op, Embed) else np.arange(shape[0]))
+            for op in ops
+            for role, shape in op.weight_shapes(self.program.widths, self.program.config).items()
+        }
         places = places.reshape(samples.shape)
         for start in range(0, len(samples), count):
             values: Values = {}

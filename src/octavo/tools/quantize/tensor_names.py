@@ -22,8 +22,8 @@ def tensor_names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def tensor_name(role: str) -> str:
-    """``layers.3.attn_q`` → ``blk.3.attn_q.weight``; biases keep their ending, experts lose their
-    number."""
+    """``layers.3.attn_q`` → ``blk.3.attn_q.weight``; biases and scales keep their ending, experts
+    lose their number."""
     prefix, _, part = role.rpartition(".")
-    ending = "" if part == "bias" else ".weight"
+    ending = "" if part in ("bias", "scale") else ".weight"
     return (prefix if part.isdecimal() else role).replace("layers.", "blk.", 1) + ending

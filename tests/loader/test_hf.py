@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     change_weights(path, lambda w: w.update({"model.layers.0.self_attn.q_norm.weight": extra}))
     assert refused(path).endswith("does not use: layers.0.attn_q_norm")
 
-    path = folder("llama", tmp_path / "c")
+    path = folder("granite", tmp_path / "c")
     change_weights(path, lambda w: w.update({"vision_tower.x": extra}))
     assert refused(path).endswith("does not use: vision_tower.x")
 
@@ -279,7 +279,7 @@ def test_a_link_to_nothing_is_no_missing_file(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "model type": ("llama", {"model_type": "mamba"}, "model_type 'mamba' is not supported; "),
     "no model type": ("llama", {"model_type": None}, "model_type is null"),
-    "a picture's": ("gemma3", {"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
+    "a picture's": ("gemma3", {"model_type": "gemma3"}, "text_config is missing"),
     "architecture": (
         "llama",
         {"architectures": ["LlamaForSequenceClassification"]},

@@ -12,7 +12,7 @@ HEAD = "| family | `model_type` | GGUF | |\n|---|---|---|---|\n"
 
 
 def row(family: Family) -> str:
-    types = ", ".join(f"`{kind.model_type}`" for kind in family.hf)
+    types = ", ".join(f"`{kind.model_type}`" for kind in (*family.hf, *family.wrappers))
     shared = " with `expert_count`" if family.architecture and family.expert_size else ""
     cells = (family.title, types, f"`{family.gguf}`{shared}", family.note)
     return "| " + " | ".join(cells).rstrip() + " |\n"

@@ -27,10 +27,11 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
 
-from octavo.models.families import HF_TYPES
+from octavo.models.families import HF_TYPES, HF_WRAPPERS
 from octavo.models.hf_type import FULL, SLIDING, TRANSFORMERS, HfType, Rule
 from octavo.models.section import Section
 
@@ -200,6 +201,8 @@ def found(model_type: str, ours: HfType | None) -> HfType:
 
 def differences(model_type: str) -> list[str]:
     """The fields in which the record differs from the class, each as the class has it."""
+    if model_type in HF_WRAPPERS:
+        return wrapper_differences(model_type)
     ours = HF_TYPES[model_type][1] if model_type in HF_TYPES else None
     theirs = found(model_type, ours)
     return [
@@ -209,9 +212,26 @@ def differences(model_type: str) -> list[str]:
     ]
 
 
+def wrapper_differences(model_type: str) -> list[str]:
+    ours, cls = HF_WRAPPERS[model_type], CONFIG_MAPPING[model_type]
+    theirs = {
+        "model_classes": (
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type],
+            MODEL_MAPPING_NAMES[model_type],
+        ),
+        "classes": cls.__name__.removesuffix("Config"),
+        "tied": cls(text_config={"model_type": ours.texts[0]}).tie_word_embeddings,
+    }
+    text = cls.sub_configs_defaults["text_config"].model_type
+    found = [f"{name}={value!r}" for name, value in theirs.items() if getattr(ours, name) != value]
+    return found if text == ours.texts[0] else [*found, f"texts[0]={text!r}"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", default=list(HF_TYPES))
+    parser.add_argument(
+        "model_types", nargs="*", metavar="MODEL_TYPE", default=[*HF_TYPES, *HF_WRAPPERS]
+    )
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     print(f"transformers {transformers.__version__}; the records are of {TRANSFORMERS}")

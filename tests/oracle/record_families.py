@@ -1,14 +1,13 @@
 """Records what `transformers` computes for tiny random models of every family.
 
-Run by hand, in an environment with torch, transformers and ml_dtypes:
+Run by hand, in an environment with torch, transformers and what Octavo's tests need:
 
     python tests/oracle/record_families.py [--llama-cpp SOURCE] [NAME ...]
 
-Each model goes to families/NAME: the folder that `save_pretrained` writes, in float32, and
-logits.npz. Its bfloat16 twin is the same numbers rounded, which the tests do for themselves (and
-this script checks that `save_pretrained` writes the very bytes). Numbers come from `transformers`
-in float32; keys and values are rounded to float16 on their way into attention, because Octavo
-keeps them so.
+A family is a base config and cases: the same config with other values, or with keys left out. Each
+goes through `transformers` as a folder, of config.json and seeded weights (`make_weights`), so that
+families/NAME keeps shapes and seed, and no weights. Numbers come from `transformers` in float32;
+keys and values are rounded to float16 on their way into attention, because Octavo keeps them so.
 
 With the folder of llama.cpp's source, its converter makes GGUF files of the same models. Of each
 the header is kept, and which tensor of the folder, permuted or shifted how, each of its tensors
@@ -21,44 +20,54 @@ import os
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from safetensors.numpy import save
+from safetensors.numpy import load_file
 
-HERE = Path(__file__).resolve().parent / "families"
+from oracle.drawn_configs import GEMMA, Around
+from oracle.tiny_folders import BASE, FAMILIES, TEXT, changed, folder, gguf_labels, weights
 
 VOCAB = 96
-PROMPT = 40  # tokens before the greedy ones
+PROMPT = 150  # tokens before the greedy ones: more than two chunks of 64, and than every window
 STEPS = 64
-ROWS = 16  # of the prompt, whose logits are kept: the last ones
-STRIDE = 3  # of a variant's rows one in three is kept
+KEPT = 6  # logits of a position that are kept: others at each
+LEAST = 0.05  # by which a case must differ from the base somewhere, in shares of the deviation
 
 
 @dataclass
-class Variant:
-    """The same weights under another config.json."""
+class Case:
+    """A config.json: the base's with ``changes`` (those in text_config are made inside of it) and
+    without some keys. Its weights are the base's, or of the same seed where their shapes differ.
+    """
 
     changes: dict[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
     gguf: bool = False  # the converter has words for it
     tokens: int = PROMPT + STEPS  # of the sequence, and the longest one that the engine accepts
+    same: bool = False  # it says the same as the base in other words
 
 
 @dataclass
 class Tiny:
+    """A family. ``around``: of weights that are no matrices, norms or biases (`make_weights`)."""
+
     config: Any
-    variants: dict[str, Variant] = field(default_factory=dict)
+    cases: dict[str, Case] = field(default_factory=dict)
     gguf: bool = True  # the converter has words for the base
+    around: Around = field(default_factory=dict)
 
 
 def models() -> dict[str, Tiny]:
@@ -100,10 +109,10 @@ def models() -> dict[str, Tiny]:
         "llama": Tiny(
             transformers.LlamaConfig(**sizes),
             {
-                "llama3": Variant({"rope_parameters": llama3}, gguf=True),
-                "linear": Variant({"rope_parameters": linear}, gguf=True),
-                "yarn": Variant({"rope_parameters": yarn}, gguf=True),
-                "yarn-mscale": Variant(
+                "llama3": Case({"rope_parameters": llama3}, gguf=True),
+                "linear": Case({"rope_parameters": linear}, gguf=True),
+                "yarn": Case({"rope_parameters": yarn}, gguf=True),
+                "yarn-mscale": Case(
                     {
                         "rope_parameters": scaled
                         | {"rope_type": "yarn", "mscale": 1.2, "mscale_all_dim": 0.7}
@@ -112,7 +121,7 @@ def models() -> dict[str, Tiny]:
                 ),
                 # For a sequence of exactly the longest length, where the rules agree; and written
                 # as files of before transformers 5 have it.
-                "dynamic": Variant(
+                "dynamic": Case(
                     {
                         "rope_scaling": {"type": "dynamic", "factor": 4.0},
                         "max_position_embeddings": 40,
@@ -130,12 +139,14 @@ def models() -> dict[str, Tiny]:
         ),
         "mistral": Tiny(
             transformers.MistralConfig(**mistral),
-            {"no-window": Variant({"sliding_window": None}, gguf=True)},
+            {"no-window": Case({"sliding_window": None}, gguf=True)},
+            gguf=False,  # the converter drops the window
         ),
+        "mistral3": mistral3(sizes),
         "qwen2": Tiny(
             transformers.Qwen2Config(**sizes),
             {
-                "window": Variant(
+                "window": Case(
                     {
                         "use_sliding_window": True,
                         "sliding_window": 20,
@@ -148,7 +159,8 @@ def models() -> dict[str, Tiny]:
         "qwen3": Tiny(transformers.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)),
         "gemma2": Tiny(
             transformers.Gemma2Config(**gemma, query_pre_attn_scalar=16),
-            {"scale": Variant({"query_pre_attn_scalar": 24})},
+            {"scale": Case({"query_pre_attn_scalar": 24})},
+            around=GEMMA,
         ),
         "gemma3": Tiny(
             transformers.Gemma3TextConfig(
@@ -156,7 +168,7 @@ def models() -> dict[str, Tiny]:
             ),
             {
                 # As files of before transformers 5 have it: two bases, and scaling of one.
-                "linear": Variant(
+                "linear": Case(
                     {
                         "rope_parameters": None,
                         "rope_theta": 50000.0,
@@ -168,15 +180,17 @@ def models() -> dict[str, Tiny]:
                     }
                 )
             },
+            around=GEMMA,
         ),
+        "gemma3-nested": gemma3_nested(gemma),
         "phi3": Tiny(
             transformers.Phi3Config(
                 **sizes | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
             ),
             {
-                "window": Variant({"sliding_window": 17}),
-                "longrope": Variant(longrope, gguf=True),
-                "longrope-short": Variant(longrope, tokens=64),
+                "window": Case({"sliding_window": 17}),
+                "longrope": Case(longrope, gguf=True),
+                "longrope-short": Case(longrope, tokens=64),
             },
         ),
         "granite": Tiny(
@@ -193,15 +207,15 @@ def models() -> dict[str, Tiny]:
         "mixtral": Tiny(
             transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2),
             {
-                "one": Variant({"num_experts_per_tok": 1}, gguf=True),
-                "all": Variant({"num_experts_per_tok": 4, "sliding_window": 20}),
+                "one": Case({"num_experts_per_tok": 1}, gguf=True),
+                "all": Case({"num_experts_per_tok": 4, "sliding_window": 20}),
             },
         ),
         "qwen3moe": Tiny(
             transformers.Qwen3MoeConfig(**sparse, num_experts_per_tok=3, norm_topk_prob=True),
             {
                 # Under the key that files of before transformers 5 have it in.
-                "shares": Variant({"norm_topk_prob": False, "num_experts": 6})
+                "shares": Case({"norm_topk_prob": False, "num_experts": 6})
             },
         ),
         "qwen3moe-dense": Tiny(
@@ -218,104 +232,271 @@ def models() -> dict[str, Tiny]:
     }
 
 
-def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Weights that keep activations near one, and norms and biases that do something."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            values = torch.randn(weight.shape, generator=generator)
-            if weight.dim() >= 2:  # three, where all experts' matrices are in one
-                weight.copy_(values * 1.5 / weight.shape[-1] ** 0.5)
-            elif name.endswith("bias"):
-                weight.copy_(values * 0.3)
-            else:
-                weight.copy_(weight + values * 0.2)  # around one, or zero in Gemma
+def mistral3(sizes: dict[str, Any]) -> Tiny:
+    """The text part of a Mistral Small that sees."""
+    text = sizes | {"model_type": "mistral", "head_dim": 16, "sliding_window": None}
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "head_dim": 8}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    scaled = {"factor": 4.0, "original_max_position_embeddings": 32}
+    pairs = [1.0 + 0.3 * i for i in range(8)]
+
+    def inner(changes: dict[str, Any], **values: Any) -> Case:
+        return Case({TEXT: changes}, **values)
+
+    def rope(kind: str, *, gguf: bool = False, **values: Any) -> Case:
+        section = {"rope_type": kind, "rope_theta": 10000.0, **values}
+        return inner({"rope_parameters": section}, gguf=gguf)
+
+    config = transformers.Mistral3Config(
+        text_config=text,
+        vision_config=vision,
+        image_token_index=VOCAB - 1,
+        spatial_merge_size=1,
+        tie_word_embeddings=False,
+    )
+    return Tiny(
+        config,
+        {
+            "linear": rope("linear", factor=2.5, gguf=True),
+            "dynamic": inner(
+                {
+                    "rope_scaling": {"type": "dynamic", "factor": 8.0},
+                    "max_position_embeddings": 40,
+                }
+            ),
+            "llama3": rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **scaled),
+            "yarn": rope("yarn", **scaled, gguf=True),
+            "longrope": rope(
+                "longrope",
+                short_factor=pairs,
+                long_factor=pairs[::-1],
+                factor=4.0,
+                original_max_position_embeddings=64,
+            ),
+            # As published: a base of a billion, beside the other keys.
+            "published": inner({"rope_theta": 1e9, "rope_parameters": None}, gguf=True),
+            "tied": Case({"tie_word_embeddings": True}),
+            "tied-by-default": Case(without=("tie_word_embeddings",)),
+            "tied-inside": inner({"tie_word_embeddings": True}, same=True),
+            "window": inner({"sliding_window": 17}),
+            "no-type": Case(without=("model_type",), same=True),
+            "layer-types": inner({"layer_types": ["sliding_attention"] * 2}, same=True),
+            "one-kv-head": inner({"num_key_value_heads": 1}, gguf=True),
+            "no-head-dim": Case(without=("head_dim",)),
+            "odd": inner(
+                {
+                    "hidden_size": 40,
+                    "num_attention_heads": 6,
+                    "num_key_value_heads": 3,
+                    "head_dim": 12,
+                    "intermediate_size": 37,
+                    "rms_norm_eps": 1e-3,
+                }
+            ),
+        },
+    )
+
+
+def gemma3_nested(gemma: dict[str, Any]) -> Tiny:
+    """The text part of a Gemma 3 that sees: every rope type on layers that see everything."""
+    text = gemma | {"query_pre_attn_scalar": 16, "sliding_window": 17, "num_hidden_layers": 4}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    full, local = "full_attention", "sliding_attention"
+    text["layer_types"] = [local, full, local, local]
+    scaled = {"factor": 4.0, "original_max_position_embeddings": 32}
+    pairs = [1.0 + 0.3 * i for i in range(8)]
+
+    def rope(kind: str, positions: int = 256, **values: Any) -> Case:
+        section = {full: {"rope_type": kind, **values}, local: {"rope_type": "default"}}
+        return inner({"rope_parameters": section, "max_position_embeddings": positions})
+
+    def inner(changes: dict[str, Any], **values: Any) -> Case:
+        return Case({TEXT: changes}, **values)
+
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=VOCAB - 1
+    )
+    return Tiny(
+        config,
+        {
+            "linear": rope("linear", factor=8.0),
+            "dynamic": rope("dynamic", 40, factor=8.0),
+            "llama3": rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **scaled),
+            "yarn": rope("yarn", rope_theta=5000.0, **scaled),
+            "longrope": rope(
+                "longrope",
+                short_factor=pairs,
+                long_factor=pairs[::-1],
+                factor=4.0,
+                original_max_position_embeddings=64,
+            ),
+            # As published: bases and scaling beside each other.
+            "published": inner(
+                {
+                    "rope_parameters": None,
+                    "rope_theta": 50000.0,
+                    "rope_local_base_freq": 500.0,
+                    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                    "layer_types": None,
+                    "sliding_window_pattern": 2,
+                    "final_logit_softcapping": 3.0,  # which this class does not heed
+                }
+            ),
+            "untied": Case({"tie_word_embeddings": False}),
+            "untied-inside": inner({"tie_word_embeddings": False}, same=True),
+            "wide-window": inner({"sliding_window": 300}),
+            "all-windows": inner({"layer_types": [local] * 4}),
+            "no-windows": inner({"layer_types": [full] * 4}),
+            "biases": inner({"attention_bias": True, "rms_norm_eps": 1e-3}),
+            "no-kv-heads": Case(
+                {TEXT: {"num_attention_heads": 8}}, without=("num_key_value_heads",)
+            ),
+            "no-head-dim": Case({TEXT: {"query_pre_attn_scalar": 256}}, without=("head_dim",)),
+            "odd": inner(
+                {
+                    "hidden_size": 40,
+                    "num_attention_heads": 5,
+                    "head_dim": 12,
+                    "intermediate_size": 37,
+                    "query_pre_attn_scalar": 7,
+                }
+            ),
+            "six": inner(
+                {"num_hidden_layers": 6, "layer_types": None, "sliding_window": 24}, gguf=True
+            ),
+        },
+        gguf=False,  # the converter writes no pattern but the usual one
+        around=GEMMA,
+    )
 
 
 @contextmanager
 def half_precision_cache(model: Any) -> Iterator[None]:
     """Keys (rotated) and values rounded to float16, as a cache of that type has them."""
-    module = sys.modules[type(model).__module__]
-    attention = module.eager_attention_forward  # type: ignore[attr-defined]
+    attention = "eager_attention_forward"
+    modules = {sys.modules[type(part).__module__] for part in model.modules()}
+    with ExitStack() as stack:
+        for module in (each for each in modules if hasattr(each, attention)):
+            plain = getattr(module, attention)
 
-    def rounded(layer: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        return attention(layer, query, key.half().float(), value.half().float(), *args, **kwargs)
+            def rounded(layer: Any, query: Any, key: Any, value: Any, *args: Any,
+                        plain: Any = plain, **kwargs: Any) -> Any:  # fmt: skip
+                return plain(
+                    layer, query, key.half().float(), value.half().float(), *args, **kwargs
+                )
 
-    module.eager_attention_forward = rounded  # type: ignore[attr-defined]
-    try:
+            stack.callback(setattr, module, attention, plain)
+            setattr(module, attention, rounded)
         yield
-    finally:
-        module.eager_attention_forward = attention  # type: ignore[attr-defined]
 
 
-def logits_of(folder: Path, ids: list[int]) -> npt.NDArray[np.float32]:
+def auto_class(config: Any) -> Any:
+    """That of models that only read, or that see, too."""
+    reads = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    return transformers.AutoModelForCausalLM if reads else transformers.AutoModelForImageTextToText
+
+
+def open_model(path: Path) -> Any:
+    config = transformers.AutoConfig.from_pretrained(path)
+    model, report = auto_class(config).from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def logits_of(model: Any, ids: list[int]) -> npt.NDArray[np.float32]:
     """[len(ids), vocab], all positions in one pass, computed in float32."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
     with half_precision_cache(model), torch.inference_mode():
         return np.asarray(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0])
 
 
-def greedy(folder: Path, ids: list[int], steps: int) -> list[int]:
-    """``ids`` and what the model itself makes follow, with its own cache."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    out = model.generate(
-        torch.tensor([ids]),
-        max_new_tokens=steps,
-        min_new_tokens=steps,
-        do_sample=False,
-        no_repeat_ngram_size=2,  # random models soon repeat one token
-    )
-    return [int(token) for token in out[0]]
+def greedy(model: Any, ids: list[int], steps: int) -> list[int]:
+    """``ids`` and the most probable tokens, no two of which follow each other twice: random models
+    soon repeat themselves.
+    """
+    ids = list(ids)
+    for _ in range(steps):
+        last = logits_of(model, ids)[-1]
+        last[[after for before, after in pairwise(ids) if before == ids[-1]]] = -np.inf
+        ids.append(int(last.argmax()))
+    return ids
+
+
+def shapes_of(config: dict[str, Any]) -> dict[str, list[int]]:
+    """The tensors that `save_pretrained` writes."""
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary)
+        (path / "config.json").write_text(json.dumps(config))
+        resolved = transformers.AutoConfig.from_pretrained(path)
+        auto_class(resolved).from_config(resolved).save_pretrained(path)
+        return {name: list(x.shape) for name, x in load_file(path / "model.safetensors").items()}
 
 
 def record(name: str, tiny: Tiny, seed: int) -> None:
-    folder = HERE / name
-    shutil.rmtree(folder, ignore_errors=True)
-    model = transformers.AutoModelForCausalLM.from_config(tiny.config)
-    randomize(model, seed)
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    prompt = np.random.default_rng(seed).integers(2, VOCAB, PROMPT).tolist()
-    ids = greedy(folder, prompt, STEPS)
-    first = PROMPT - ROWS
-    arrays = {"ids": np.array(ids, np.int32), "float32": logits_of(folder, ids)[first:]}
+    home = FAMILIES / name
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir()
     with tempfile.TemporaryDirectory() as temporary:
-        twin = Path(temporary) / "bf16"
-        model.to(torch.bfloat16).save_pretrained(twin)
-        assert (twin / "model.safetensors").read_bytes() == rounded(folder / "model.safetensors")
-        arrays["bfloat16"] = logits_of(twin, ids)[first:]
-        config = json.loads((folder / "config.json").read_text())
-        for label, variant in tiny.variants.items():
-            other = Path(temporary) / label
-            shutil.copytree(folder, other)
-            (other / "config.json").write_text(json.dumps(config | variant.changes))
-            arrays[f"{label}.float32"] = logits_of(other, ids[: variant.tokens])[first::STRIDE]
-    variants = {
-        label: {"changes": variant.changes, "tokens": variant.tokens}
-        for label, variant in tiny.variants.items()
-    }
-    meta = {
-        "prompt": PROMPT,
-        "first_row": first,
-        "variant_stride": STRIDE,
-        "variants": variants,
+        tiny.config.save_pretrained(temporary)
+        config = json.loads((Path(temporary) / "config.json").read_text())
+    model = auto_class(tiny.config).from_config(tiny.config)
+    config["architectures"] = [type(model).__name__]
+    (home / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    shapes = shapes_of(config)
+    cases: dict[str, dict[str, Any]] = {}
+    for label, case in {BASE: Case(), **tiny.cases}.items():
+        own = shapes_of(changed(config, case.changes, case.without))
+        cases[label] = {"tokens": case.tokens}
+        cases[label] |= {"changes": case.changes} if case.changes else {}
+        cases[label] |= {"without": case.without} if case.without else {}
+        cases[label] |= {"shapes": own} if own != shapes else {}
+    file = {
         "transformers": transformers.__version__,
         "torch": torch.__version__,
+        "prompt": PROMPT,
+        "seed": seed,
+        "around": tiny.around,
+        "shapes": shapes,
+        "cases": cases,
     }
-    np.savez_compressed(folder / "logits.npz", meta=np.array(json.dumps(meta)), **arrays)
-    size = sum(file.stat().st_size for file in folder.iterdir())
-    spread = {key: round(float(value.std()), 2) for key, value in arrays.items() if key != "ids"}
-    print(f"{name}: {size:,} bytes, {len(set(ids[PROMPT:]))} tokens of {STEPS}, spread {spread}")
+    text = json.dumps(file).replace('"cases": {', '"cases": {\n').replace('}, "', '},\n"')
+    (home / "cases.json").write_text(text + "\n")
+    arrays = logits(name, tiny, seed)
+    np.savez_compressed(home / "logits.npz", **arrays)
+    size = sum(each.stat().st_size for each in home.iterdir())
+    new = len(set(arrays["ids"][PROMPT:].tolist()))
+    spread = [round(float(arrays[label].std()), 1) for label in cases]
+    print(f"{name}: {len(cases)} cases, {size:,} bytes, {new} tokens of {STEPS}, spread {spread}")
 
 
-def rounded(path: Path) -> bytes:
-    """A safetensors file with every float32 rounded to bfloat16."""
-    from safetensors.numpy import load_file
+def logits(name: str, tiny: Tiny, seed: int) -> dict[str, npt.NDArray[Any]]:
+    """What logits.npz has."""
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        base = open_model(folder(name, place / BASE))
+        prompt = np.random.default_rng(seed).integers(2, VOCAB, PROMPT).tolist()
+        ids = greedy(base, prompt, STEPS)
+        columns = np.arange(len(ids))[:, None] * 7 + np.arange(KEPT) * (VOCAB // KEPT)
+        columns = (columns % VOCAB).astype(np.int32)
 
-    values = {name: x.astype(ml_dtypes.bfloat16) for name, x in load_file(path).items()}
-    return save(values, {"format": "pt"})
+        def kept(model: Any, tokens: int) -> npt.NDArray[np.float32]:
+            return np.take_along_axis(logits_of(model, ids[:tokens]), columns[:tokens], axis=1)
+
+        arrays: dict[str, npt.NDArray[Any]] = {"ids": np.array(ids, np.int32), "columns": columns}
+        arrays[BASE] = kept(base, len(ids))
+        arrays[f"{BASE}.bfloat16"] = kept(
+            open_model(folder(name, place / "bf16", bf16=True)), len(ids)
+        )
+        for label, case in tiny.cases.items():
+            made = kept(open_model(folder(name, place / label, label=label)), case.tokens)
+            heard = np.abs(made - arrays[BASE][: len(made)]).max() / made.std() > LEAST
+            assert heard != case.same, (
+                f"{name}: {label} {'differs' if heard else 'changes nothing'}"
+            )
+            arrays[label] = made
+    return arrays
 
 
 # --- GGUF ----------------------------------------------------------------------------------------
@@ -327,8 +508,8 @@ def convert(folder: Path, target: Path) -> None:
     from conversion import get_model_class  # of llama.cpp
     from conversion.base import ModelBase
 
-    def set_vocab(self: Any) -> None:
-        writer = self.gguf_writer
+    def set_vocab() -> None:
+        writer = converter.gguf_writer
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")
         writer.add_token_list([*(chr(0x21 + index) for index in range(VOCAB - 1)), '!"'])
@@ -339,10 +520,13 @@ def convert(folder: Path, target: Path) -> None:
     vocab = {"model": {"vocab": list(range(VOCAB))}, "added_tokens": []}
     (folder / "tokenizer.json").write_text(json.dumps(vocab))
     hparams = ModelBase.load_hparams(folder, False)
-    converter = get_model_class(hparams["architectures"][0])
-    converter.set_vocab = set_vocab
     f32 = gguf.LlamaFileType.ALL_F32
-    converter(folder, f32, target, hparams=hparams, model_name=folder.name).write()
+    made = get_model_class(hparams["architectures"][0])(
+        folder, f32, target, hparams=hparams, model_name=folder.name
+    )
+    converter = getattr(made, "impl", made)  # one class chooses among several
+    converter.set_vocab = set_vocab
+    converter.write()
 
 
 def recipe(path: Path, weights: dict[str, npt.NDArray[np.float32]], heads: set[int]) -> Any:
@@ -383,33 +567,27 @@ def transformed(values: npt.NDArray[np.float32], heads: int, shift: int) -> npt.
 
 
 def record_gguf(name: str, tiny: Tiny) -> None:
-    from safetensors.numpy import load_file
-
-    folder = HERE / name
-    config = json.loads((folder / "config.json").read_text())
-    weights = load_file(folder / "model.safetensors")
-    heads = {config["num_attention_heads"], config["num_key_value_heads"]}
+    path = FAMILIES / name / "gguf.npz"
+    path.unlink(missing_ok=True)
     headers, recipes = {}, {}
-    changes = {"base": {}} | {n: v.changes for n, v in tiny.variants.items() if v.gguf}
-    if not tiny.gguf:
-        del changes["base"]
-    if config.get("sliding_window") and config["model_type"] == "mistral":
-        del changes["base"]  # the converter drops the window
-    for label, change in changes.items():
+    for label in [BASE] * tiny.gguf + [n for n, case in tiny.cases.items() if case.gguf]:
         with tempfile.TemporaryDirectory() as temporary:
-            other = Path(temporary) / name
-            shutil.copytree(folder, other)
-            (other / "config.json").write_text(json.dumps(config | change))
-            convert(other, Path(temporary) / "model.gguf")
-            header, recipes[label] = recipe(Path(temporary) / "model.gguf", weights, heads)
+            source, target = (
+                folder(name, Path(temporary) / name, label=label),
+                Path(temporary) / "x",
+            )
+            convert(source, target)
+            config = transformers.AutoConfig.from_pretrained(source).get_text_config()
+            heads = {config.num_attention_heads, config.num_key_value_heads}
+            header, recipes[label] = recipe(target, weights(name, label), heads)
             headers[label] = np.frombuffer(header, np.uint8)
     if not headers:
         return
-    np.savez_compressed(folder / "gguf.npz", meta=np.array(json.dumps(recipes)), **headers)
+    np.savez_compressed(path, meta=np.array(json.dumps(recipes)), **headers)
     own = [t[1] for tensors in recipes.values() for t in tensors if len(t) == 2]
     literal = [len(values) for values in own if not isinstance(values[0], str)]
-    size = (folder / "gguf.npz").stat().st_size
-    print(f"{name}/gguf.npz: {size:,} bytes for {list(headers)}, {literal} numbers of its own")
+    size = path.stat().st_size
+    print(f"{name}/gguf.npz: {size:,} bytes for {gguf_labels(name)}, {literal} numbers of its own")
 
 
 def main() -> None:
@@ -420,13 +598,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     if args.llama_cpp:
         sys.path[:0] = [str(args.llama_cpp), str(args.llama_cpp / "gguf-py")]
-    for seed, (name, tiny) in enumerate(models().items()):
+    for name, tiny in models().items():
         if args.names and name not in args.names:
             continue
         if not args.only_gguf:
-            record(name, tiny, seed)
+            record(name, tiny, zlib.crc32(name.encode()))
         if args.llama_cpp:
             record_gguf(name, tiny)
 

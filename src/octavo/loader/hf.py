@@ -21,7 +21,7 @@ from octavo.loader.base import (
 from octavo.loader.bind import bind, experts, trim_heap, vector
 from octavo.loader.chat_template import JinjaChatTemplate, several_templates
 from octavo.loader.files import read_file
-from octavo.loader.hf_config import model_config, sizes_left_out
+from octavo.loader.hf_config import model_config, sizes_left_out, text_config
 from octavo.loader.hf_folder import CONFIG, HfFolder, HfWeights
 from octavo.loader.hf_special_tokens import TOKENIZER_CONFIG
 from octavo.loader.hf_tokenizer import GENERATION, hf_tokenizer
@@ -33,9 +33,9 @@ TEMPLATE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"  # a folder
 MAX_TEMPLATE = 1 << 20  # bytes
 
-# Without the prefix "model.", which transformers takes off or puts before any name as it needs it:
-# folders of a base model have none.
-_PREFIX = "model."
+# What transformers takes off or puts before any name as it needs it: folders of a base model have
+# no "model.", and those of a model that sees, too, say which part is the language model.
+_PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model|language_model|model)\.")
 _TENSOR = re.compile(r"(?:layers\.(\d{1,4})\.)?([\w.]+)\.(weight|bias)")
 _EXPERT = re.compile(r"\.experts\.(\d{1,4})\.")
 # All experts' in one tensor, as transformers 5 has them in memory.
@@ -86,6 +86,9 @@ def _bind(tensors: ModelTensors, config: ModelConfig) -> tuple[ModelConfig, dict
     shapes = program(config).weights
     weights: dict[str, Weight] = {}
     for name in tensors.names:
+        if name.removeprefix("model.").startswith(FAMILIES[config.family].ignored):
+            folder.note("only the language model is loaded, not what sees pictures or hears")
+            continue
         if name.endswith(_COMPUTED) or _nothing(tensors, name, shapes, config.family):
             continue
         for role, weight in _weights(tensors, name, shapes, config):
@@ -107,7 +110,7 @@ def _tie(
     key = "tie_word_embeddings"
     if not config.tied_embeddings:
         if head is None:
-            what = "is false" if key in folder.json(CONFIG) else "is left out, which means false"
+            what = "is false" if key in text_config(folder) else "is left out, which means false"
             other = next((name for name in names if name.endswith(".lm_head.weight")), None)
             only = f": only {other!r}, a name that this family does not have" if other else ""
             folder.fail(CONFIG, f"{key} {what}, but there is no tensor 'lm_head.weight'{only}")
@@ -135,7 +138,7 @@ def _weights(
     tensors: ModelTensors, name: str, shapes: dict[str, tuple[int, ...]], config: ModelConfig
 ) -> list[tuple[str, Weight]]:
     """What a tensor is in the Program, by role; by its own name if it is nothing there."""
-    if match := _STACK.fullmatch(name.removeprefix(_PREFIX)):
+    if match := _STACK.fullmatch(_PREFIX.sub("", name, count=1)):
         stack = tensors.stored.weight(name)
         try:
             found = experts(f"layers.{int(match[1])}", _STACKS[match[2]], stack, config)
@@ -161,7 +164,7 @@ def _weights(
 
 def _roles(name: str, family: str) -> list[str]:
     """The roles whose rows a tensor has, one after another; its own name if it is unknown."""
-    match = _TENSOR.fullmatch(name.removeprefix(_PREFIX))
+    match = _TENSOR.fullmatch(_PREFIX.sub("", name, count=1))
     if match is None:
         return [name]
     prefix = "" if match[1] is None else f"layers.{int(match[1])}."

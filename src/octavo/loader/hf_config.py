@@ -26,7 +26,7 @@ from octavo.models.config import (
     ModelConfig,
     Rope,
 )
-from octavo.models.families import HF_TYPES
+from octavo.models.families import HF_TYPES, HF_WRAPPERS
 from octavo.models.family import Key
 from octavo.models.hf_type import FULL, SLIDING, HfType
 from octavo.models.section import Section
@@ -58,9 +58,38 @@ def model_config(folder: HfFolder) -> ModelConfig:
     return _Reader(folder).config()
 
 
+def text_config(folder: HfFolder) -> dict[str, Any]:
+    """What config.json says of the language model, as if the model were nothing else. Raises
+    `CheckpointError`.
+    """
+    file = folder.json_if_any(CONFIG)
+    wrapper = HF_WRAPPERS.get(str(file.get("model_type")))
+    if wrapper is None:
+        return file
+    outer = Section(lambda reason: folder.fail(CONFIG, reason), file)
+    inner = outer.object("text_config")
+    model_type = inner.text("model_type", wrapper.texts[0])
+    if model_type not in wrapper.texts:
+        inner.fail(
+            f"model_type {model_type!r} is not supported; supported are {', '.join(wrapper.texts)}"
+        )
+    for key in wrapper.passed_over:
+        if inner.values.get(key) is not None:
+            folder.note(
+                f"{CONFIG}: text_config: {key} is passed over, as transformers does for "
+                f"{wrapper.classes}Config"
+            )
+    kept = {key: value for key, value in inner.values.items() if key not in wrapper.passed_over}
+    return kept | {
+        "model_type": model_type,
+        "architectures": [HF_TYPES[model_type][1].model_classes[0]],
+        "tie_word_embeddings": outer.flag("tie_word_embeddings", wrapper.tied),
+    }
+
+
 def sizes_left_out(folder: HfFolder) -> str:
     """The sizes that config.json leaves out, and what they are then: for an error's text."""
-    file = folder.json(CONFIG)
+    file = text_config(folder)
     kind = kind_of(file)
     found = []
     for key, value in kind.defaults.items():
@@ -73,7 +102,7 @@ def sizes_left_out(folder: HfFolder) -> str:
 
 def default_of(folder: HfFolder, key: str) -> Any:
     """What config.json means by leaving a key out, or None if it has it."""
-    file = folder.json(CONFIG)
+    file = text_config(folder)
     if key in file or file.get("model_type") not in HF_TYPES:
         return None
     return kind_of(file).defaults.get(key)
@@ -82,23 +111,27 @@ def default_of(folder: HfFolder, key: str) -> Any:
 class _Reader:
     def __init__(self, folder: HfFolder) -> None:
         self.folder = folder
-        file = folder.json(CONFIG)
-        model_type = Section(self.fail, file).text("model_type")
-        if model_type not in HF_TYPES:
-            self.fail(
-                f"model_type {model_type!r} is not supported; supported are {', '.join(HF_TYPES)}"
-            )
-        self.family, named = HF_TYPES[model_type]
+        self.within = ""  # the object of the file that is read
+        whole = folder.json(CONFIG)
+        model_type = Section(self.fail, whole).text("model_type")
+        wrapper = HF_WRAPPERS.get(model_type)
+        if model_type not in HF_TYPES and wrapper is None:
+            supported = ", ".join((*HF_TYPES, *HF_WRAPPERS))
+            self.fail(f"model_type {model_type!r} is not supported; supported are {supported}")
+        file = text_config(folder)
+        self.family, named = HF_TYPES[file["model_type"]]
         self.kind = kind_of(file)
-        architectures = file.get("architectures")
-        models = named.model_classes
+        architectures = whole.get("architectures")
+        models = (wrapper or named).model_classes
         if architectures and architectures not in ([model] for model in models):
             self.fail(
                 f"architectures {architectures!r} is not supported, only {' and '.join(models)}"
             )
         for key, refused in REFUSED.items():
-            if refused(file.get(key)):
-                self.fail(f"{key} {file[key]!r:.80} is not supported")
+            for values in (whole, file):
+                if refused(values.get(key)):
+                    self.fail(f"{key} {values[key]!r:.80} is not supported")
+        self.within = "text_config: " if wrapper else ""
         self.values = completed(file, self.kind, self.fail, folder.note)
         self.section = Section(self.fail, self.values)
         others = _others(self.kind) & file.keys()
@@ -319,7 +352,7 @@ class _Reader:
     # ── Keys ────────────────────────────────────────────────────────────────────────────────────
 
     def fail(self, reason: str) -> NoReturn:
-        self.folder.fail(CONFIG, reason)
+        self.folder.fail(CONFIG, self.within + reason)
 
     def activation(self) -> Activation:
         key = activation_key(self.kind)

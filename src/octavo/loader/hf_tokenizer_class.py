@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.loader.hf_special_tokens import TOKENIZER_CONFIG
-from octavo.models.families import HF_TYPES
+from octavo.models.families import HF_TYPES, HF_WRAPPERS
+from octavo.models.hf_type import HfType, HfWrapper
 
 Json = dict[str, Any]
 
@@ -39,7 +40,7 @@ def tokenizer_class(folder: HfFolder, tokenizer: Json) -> TokenizerClass | None:
     kind = folder.json_if_any(CONFIG).get("model_type")
     named = config.get("tokenizer_class") or folder.json_if_any(CONFIG).get("tokenizer_class")
     named = named.removesuffix("Fast") if isinstance(named, str) else ""
-    known = HF_TYPES[kind][1] if isinstance(kind, str) and kind in HF_TYPES else None
+    known = _registered(kind) if isinstance(kind, str) else None
     registered = known.tokenizer if known else None
     if (known and known.tokenizer_overrules) or not named or registered == "":
         named = registered or ""
@@ -54,6 +55,12 @@ def tokenizer_class(folder: HfFolder, tokenizer: Json) -> TokenizerClass | None:
     if not isinstance(vocabulary, dict) or (unknown is not None and unknown not in vocabulary):
         return None  # transformers refuses to make the class of such a file
     return found
+
+
+def _registered(model_type: str) -> HfType | HfWrapper | None:
+    if model_type in HF_TYPES:
+        return HF_TYPES[model_type][1]
+    return HF_WRAPPERS.get(model_type)
 
 
 def _byte_level(tokenizer: Json) -> bool:

@@ -18,7 +18,7 @@ from math import sqrt
 from typing import Any, NamedTuple
 
 from octavo.models.config import Activation, ModelConfig
-from octavo.models.hf_type import HfType
+from octavo.models.hf_type import HfType, HfWrapper
 from octavo.models.program import Program
 
 QKV = frozenset({"attn_q", "attn_k", "attn_v"})
@@ -47,6 +47,10 @@ MODULES = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+
+
+# What the names of tensors begin with that a language model has no use for, without "model.".
+TOWERS = ("vision_tower.", "multi_modal_projector.")
 
 
 class Fused(NamedTuple):
@@ -139,6 +143,8 @@ class Family:
 
     # Hugging Face: the model types. The first that has a place for what a model has is written.
     hf: tuple[HfType, ...]
+    wrappers: tuple[HfWrapper, ...] = ()  # types of which such a model is a part
+    ignored: tuple[str, ...] = ()  # prefixes of tensors that are passed over: see `TOWERS`
     biases: frozenset[str] = frozenset()  # projections that have a bias whatever a file says
     # Keys that say whether projections have one.
     bias_keys: Mapping[str, frozenset[str]] = field(

@@ -97,3 +97,23 @@ class HfType:
     def model_classes(self) -> tuple[str, str]:
         """The model with a head, which files name, and the one without."""
         return self.causal_lm or f"{self.classes}ForCausalLM", f"{self.classes}Model"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HfWrapper:
+    """A ``model_type`` that sees or hears, too. Of its config.json only ``text_config`` is read:
+    what it says of its language model, which has a model type of its own.
+    """
+
+    model_type: str
+    classes: str  # as in `HfType`
+    texts: tuple[str, ...]  # the model types that text_config may name; it means the first by none
+    tied: bool = True  # the default of tie_word_embeddings, which is read beside text_config
+    passed_over: tuple[str, ...] = ()  # keys of text_config that such a model does not heed
+    tokenizer: str | None = None  # as in `HfType`
+    tokenizer_overrules: bool = False
+
+    @property
+    def model_classes(self) -> tuple[str, str]:
+        """As in `HfType`."""
+        return f"{self.classes}ForConditionalGeneration", f"{self.classes}Model"

@@ -14,7 +14,7 @@ from octavo.executor.reference import evaluate
 from octavo.loader import load
 from octavo.loader.base import Checkpoint
 from octavo.loader.dequantize import dequantize
-from octavo.loader.hf_config import model_config
+from octavo.loader.hf_config import model_config, text_config
 from octavo.loader.hf_folder import HfFolder
 from octavo.models import families
 from octavo.tools.quantize.gptq_rounding import Order
@@ -33,7 +33,7 @@ SAMPLES = np.random.default_rng(11).integers(0, 90, (6, 32)).astype(np.int32)
 def random_folder(name: str, path: Path, **changes: Any) -> Path:
     """A family's folder with random bfloat16 weights: 64 wide, 96 in the feed-forward layers (64 in
     experts), two query heads on a KV head, a head of its own."""
-    config = json.loads((FAMILIES / name / "config.json").read_text())
+    config = text_config(HfFolder(FAMILIES / name))
     config |= {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     config |= {"tie_word_embeddings": False, "dtype": "bfloat16"} | changes

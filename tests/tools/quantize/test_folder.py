@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from octavo.loader import load
 from octavo.tools.quantize.hf_model import places
 from octavo.tools.quantize.quantize_checkpoint import WORK
-from oracle.tiny_folders import FAMILIES, folder, gguf_file
+from oracle.tiny_folders import FAMILIES, folder, gguf_file, gguf_labels
 from paths import ORACLE
 from tools.quantize.quantizing import Float32, logits_of, make, modules, qwen3_folder, weights_of
 
@@ -84,7 +84,7 @@ def assert_near(got: Float32, expected: Float32, *, sparse: bool) -> None:
         assert np.median(error) < 0.04
     else:
         assert error.mean() < 0.04
-        assert error.max() < 0.4
+        assert error.max() < 0.6
 
 
 def config_of(checkpoint: object) -> dict[str, object]:
@@ -92,14 +92,10 @@ def config_of(checkpoint: object) -> dict[str, object]:
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if (FAMILIES / name / "gguf.npz").exists()]
-)
+@pytest.mark.parametrize("name", [name for name in NAMES if gguf_labels(name)])
 def test_gguf_files_of_every_family(name: str, tmp_path: Path) -> None:
     """With a config.json made of the metadata, heads' rows put back and norms less one."""
-    with np.load(FAMILIES / name / "gguf.npz") as data:
-        labels = [label for label in data if label != "meta"]
-    for label in labels:
+    for label in gguf_labels(name):
         source = gguf_file(name, label, tmp_path / f"{label}.gguf")
         make(source, tmp_path / label, bits=8, symmetric=True, group=None)
         before, after = load(source), load(tmp_path / label)

@@ -252,5 +252,8 @@ class Preset(HfFolder):
         super().__init__(Path(name))
         self._config = PRESETS[name]
 
+    def has(self, name: str) -> bool:
+        return name == CONFIG
+
     def json(self, name: str, most: int = 0) -> dict[str, Any]:
         return self._config if name == CONFIG else {}

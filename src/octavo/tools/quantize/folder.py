@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from octavo.loader.base import Checkpoint, Weight
 from octavo.loader.dequantize import dequantize
+from octavo.loader.hf_config import text_config
 from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.models.families import FAMILIES
 from octavo.tools.quantize import hf_tokenizer_writer
@@ -47,7 +48,7 @@ class FolderTarget:
         if self.from_folder:
             # A head that differs from the embedding is not tied, whatever the file says.
             tied = {"tie_word_embeddings": self.config.tied_embeddings}
-            self.values = HfFolder(checkpoint.path).json(CONFIG) | tied
+            self.values = text_config(HfFolder(checkpoint.path)) | tied
         else:
             self.values = hf_config(self.config) | {"torch_dtype": "bfloat16"}
         self.places = list(places(self.config, list(checkpoint.weights)))

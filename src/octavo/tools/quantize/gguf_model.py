@@ -20,7 +20,8 @@ from octavo.loader.base import Checkpoint, CheckpointError, Weight, WeightFormat
 from octavo.loader.bind import STACKS
 from octavo.loader.chat_template import JinjaChatTemplate
 from octavo.loader.dequantize import dequantize
-from octavo.loader.hf_folder import CONFIG, HfFolder
+from octavo.loader.hf_config import text_config
+from octavo.loader.hf_folder import HfFolder
 from octavo.loader.loader import load_gguf
 from octavo.models.config import LongRope, ModelConfig, Rope
 from octavo.models.families import FAMILIES
@@ -55,7 +56,7 @@ def modelled(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Content, list[str]
     """
     config, path = checkpoint.config, checkpoint.path
     architecture = FAMILIES[config.family].gguf
-    section = HfFolder(path).json(CONFIG)
+    section = text_config(HfFolder(path))
     scaling = section.get("rope_scaling") or section.get("rope_parameters") or {}
     named, notes = vocabulary(checkpoint)
     keys: dict[str, Value] = {

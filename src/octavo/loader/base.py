@@ -130,6 +130,20 @@ class Weight(NamedTuple):
             first += count
         return parts
 
+    def every(self, first: int, step: int) -> Weight:
+        """Return the rows first, first + step, …; copied when they are read."""
+        count = len(range(first, self.shape[0], step))
+
+        def make(begin: int, end: int) -> Bytes:
+            at = first + begin * step
+            rows = self.rows(at, min(at + (end - begin) * step, self.shape[0]))
+            row_bytes = self.nbytes // self.shape[0]
+            return rows.reshape(-1, row_bytes)[::step].reshape(-1)
+
+        source = MadeRows(count, self.nbytes // self.shape[0], make)
+        stored = self.stored._replace(nbytes=self.stored.nbytes * count // self.shape[0])
+        return self._replace(shape=(count, *self.shape[1:]), source=source, stored_as=stored)
+
     def stacked(self, parts: int = 1) -> list[list[Weight]]:
         """Return each matrix of a stack [count, rows, in], cut into so many of equal rows."""
         count, rows = self.shape[:2]

@@ -25,6 +25,7 @@ from octavo.loader.hf_config import model_config, sizes_left_out, text_config
 from octavo.loader.hf_folder import CONFIG, HfFolder, HfWeights
 from octavo.loader.hf_special_tokens import TOKENIZER_CONFIG
 from octavo.loader.hf_tokenizer import GENERATION, hf_tokenizer
+from octavo.loader.interleaved_experts import interleaved_experts
 from octavo.loader.quantization_config import ModelTensors
 from octavo.models.config import ModelConfig
 from octavo.models.families import FAMILIES, program
@@ -37,6 +38,7 @@ MAX_TEMPLATE = 1 << 20  # bytes
 # no "model.", and those of a model that sees, too, say which part is the language model.
 _PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model|language_model|model)\.")
 _TENSOR = re.compile(r"(?:layers\.(\d{1,4})\.)?([\w.]+)\.(weight|bias)")
+_BARE = re.compile(r"(?:layers\.(\d{1,4})\.)?([\w.]+)")
 _EXPERT = re.compile(r"\.experts\.(\d{1,4})\.")
 # All experts' in one tensor, as transformers 5 has them in memory.
 _STACK = re.compile(r"layers\.(\d{1,4})\.mlp\.experts\.(gate_up_proj|down_proj)")
@@ -138,7 +140,12 @@ def _weights(
     tensors: ModelTensors, name: str, shapes: dict[str, tuple[int, ...]], config: ModelConfig
 ) -> list[tuple[str, Weight]]:
     """What a tensor is in the Program, by role; by its own name if it is nothing there."""
-    if match := _STACK.fullmatch(_PREFIX.sub("", name, count=1)):
+    plain = _PREFIX.sub("", name, count=1)
+    if FAMILIES[config.family].interleaved_experts:
+        interleaved = interleaved_experts(tensors.stored, name, plain, config)
+        if interleaved is not None:
+            return list(interleaved.items())
+    elif match := _STACK.fullmatch(plain):
         stack = tensors.stored.weight(name)
         try:
             found = experts(f"layers.{int(match[1])}", _STACKS[match[2]], stack, config)
@@ -164,12 +171,16 @@ def _weights(
 
 def _roles(name: str, family: str) -> list[str]:
     """The roles whose rows a tensor has, one after another; its own name if it is unknown."""
-    match = _TENSOR.fullmatch(_PREFIX.sub("", name, count=1))
+    plain, record = _PREFIX.sub("", name, count=1), FAMILIES[family]
+    if (bare := _BARE.fullmatch(plain)) and record.roles.get(bare[2]) in record.bare:
+        prefix = "" if bare[1] is None else f"layers.{int(bare[1])}."
+        return [prefix + record.roles[bare[2]]]
+    match = _TENSOR.fullmatch(plain)
     if match is None:
         return [name]
     prefix = "" if match[1] is None else f"layers.{int(match[1])}."
     ending = ".bias" if match[3] == "bias" else ""
-    record, part, number = FAMILIES[family], match[2], ""
+    part, number = match[2], ""
     if expert := _EXPERT.search(part):
         part, number = _EXPERT.sub(".experts.{}.", part, count=1), f".{int(expert[1])}"
     parts = record.fusions.get(part, (record.roles.get(part),))

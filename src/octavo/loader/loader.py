@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from octavo.loader.base import ChatTemplate, Checkpoint, Weight
-from octavo.loader.bind import STACKS, bind, experts, listed, trim_heap
+from octavo.loader.bind import STACKS, bind, expert_biases, experts, listed, trim_heap
 from octavo.loader.chat_template import JinjaChatTemplate, several_templates
 from octavo.loader.generation_config import of_gguf
 from octavo.loader.gguf import GgufFile
@@ -24,6 +24,7 @@ from octavo.models.families import FAMILIES, program
 _CONFIG_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 # A tensor an expert, as files had them before there was one for all.
 _OLD_EXPERT = re.compile(r"(layers\.\d+\.ffn_(?:gate|up|down))(\.\d+)")
+_STACKED_BIAS = re.compile(r"(layers\.\d+\.ffn_(?:gate|up|down)_exps)\.bias")
 
 
 def load(path: Path) -> Checkpoint:
@@ -90,7 +91,12 @@ def _by_role(
         prefix, _, part = key.rpartition(".")
         roles = [f"{prefix}.{each}" for each in fused.get(part, ())]
         rows = [shapes[each][0] for each in roles if each in shapes]
-        if part in STACKS:
+        if match := _STACKED_BIAS.fullmatch(key):
+            try:
+                found = expert_biases(match[1], weight, config)
+            except ValueError as error:
+                file.fail(str(error))
+        elif part in STACKS:
             try:
                 found = experts(prefix, part, weight, config)
             except ValueError as error:

@@ -19,7 +19,10 @@ from octavo.models.families import ARCHITECTURES
 from octavo.models.family import Family, Windows
 from octavo.models.rope import yarn_factors, yarn_magnitude
 
-PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+PROJECTIONS = (
+    *("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
+    "ffn_gate_inp",
+)
 # Keys that may have a number for each layer, where llama.cpp takes one for all, too.
 PER_LAYER = (
     "attention.head_count",
@@ -98,6 +101,7 @@ class _Reader:
                 num_kv_heads=kv_heads,
                 head_dim=head_dim,
                 activation=self.family.activation,
+                sinks=self.family.sinks,
                 tied_embeddings="output.weight" not in file.tensors,
             )
         except ValueError as error:
@@ -114,7 +118,7 @@ class _Reader:
             return (dense or sparse)[0], None
         chosen = self.positive("expert_used_count")
         size = self.positive(sparse[0].expert_size)
-        return sparse[0], Experts(count, chosen, size, renormalize=True)
+        return sparse[0], Experts(count, chosen, size, renormalize=True, **sparse[0].experts)
 
     def layers(self, count: int, head_dim: int) -> tuple[Layer, ...]:
         rope = self.rope(head_dim)
@@ -215,6 +219,8 @@ class _Reader:
             return (Layer(rope, window or None),) * count
         base = self.real("rope.freq_base_swa", windows.theta or rope.theta)
         local = replace(rope, theta=base)
+        if base != rope.theta and rope.factors and windows.theta is None:
+            self.fail("rope.freq_base_swa", "is not supported where positions are scaled")
         if windows.theta is not None:
             local = Rope(base, rope.dim, rope.interleaved)
         if not window:

@@ -138,6 +138,10 @@ class Family:
     keys: tuple[Key, ...] = ()  # numbers that not all families have
     fixed: tuple[Fixed, ...] = ()
     embedding_root: bool = False  # embeddings are multiplied by the root of hidden_size
+    sinks: bool = False  # attention has a sink a head
+    experts: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # fields of `Experts`, whatever files say
     modules: Mapping[str, str] = field(default_factory=dict)  # see `MODULES`, which these add to
     fused: tuple[Fused, ...] = ()  # of the files that are written; `FUSED` are read in any case
 
@@ -151,6 +155,8 @@ class Family:
         default_factory=lambda: {"attention_bias": ATTENTION, "mlp_bias": FFN}
     )
     passed_over: tuple[str, ...] = ()  # keys that the class has and the model does not heed
+    bare: frozenset[str] = frozenset()  # roles whose tensors' names have no ending ".weight"
+    interleaved_experts: bool = False  # gate and up are in one tensor, row by row in turn
     norm_offset: float = 0.0  # what norms' weights in a folder lack
     written: Mapping[str, Any] = field(default_factory=dict)  # keys of no consequence
 

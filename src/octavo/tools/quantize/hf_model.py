@@ -25,7 +25,11 @@ from octavo.tools.quantize.grid import Scheme
 from octavo.tools.quantize.same_model import difference
 from octavo.tools.quantize.state import QuantizeError
 
-_ACTIVATIONS = {Activation.SILU: "silu", Activation.GELU_TANH: "gelu_pytorch_tanh"}
+_ACTIVATIONS = {
+    Activation.SILU: "silu",
+    Activation.GELU_TANH: "gelu_pytorch_tanh",
+    Activation.SWIGLU_CLAMPED: "silu",  # gpt-oss's files say so
+}
 _LLAMA3_CONTEXTS = (8192, 4096, 16384, 2048)  # of training, of which config.json asks
 
 

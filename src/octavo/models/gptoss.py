@@ -43,7 +43,7 @@ def _rope(values: Section) -> dict[str, object] | None:
 
 
 FAMILY = Family(
-    name="gptoss",
+    name="gpt-oss",
     title="gpt-oss",
     note="MXFP4 experts as they are, or in floats; GGUF files round the range that YaRN blends "
     "over to whole pairs, as llama.cpp does",
@@ -97,7 +97,6 @@ FAMILY = Family(
     experts={"biases": True},
     interleaved_experts=True,
     sinks=True,
-    architecture="gpt-oss",
     activation=Activation.SWIGLU_CLAMPED,
     windows=Windows(period=2),
     expert_size="expert_feed_forward_length",

@@ -38,6 +38,7 @@ from octavo.tools.quantize.gguf_writer import (
     matrix,
     of_storage,
     rounded,
+    stacked,
 )
 from octavo.tools.quantize.grid import bf16_bits
 from octavo.tools.quantize.quantizer import Recipe
@@ -199,11 +200,17 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
             name, scheme = f"{role}.weight", recipe.of(role, weight.shape)
             found.append(rounded(name, weight, scheme) if scheme else _kept(name, weight))
             continue
-        if prefix.partition(".")[2].partition(".")[2] in STACKS:  # layers.3.ffn_up_exps.0
+        own = role.removesuffix(".bias")
+        stack = own.rpartition(".")[0]
+        if stack.partition(".")[2].partition(".")[2] in STACKS:  # layers.3.ffn_up_exps.0
             assert config.experts is not None
-            roles = [f"{prefix}.{index}" for index in range(config.experts.count)]
+            ending = role.removeprefix(own)
+            roles = [f"{stack}.{index}{ending}" for index in range(config.experts.count)]
             shape = (len(roles), *weight.shape)
-            found.append(matrix(_name(prefix), shape, kind, roles))
+            if ending:
+                found.append(stacked(_name(stack + ending), shape, roles, weights))
+            else:
+                found.append(matrix(_name(stack), shape, kind, roles))
         elif recipe.of(role, weight.shape) is None:
             order = row_order(config, role, interleaved=family.interleaved)
             found.append(changed(_name(role), role, weight, order))

@@ -136,7 +136,8 @@ class Builder:
 
     def gate(self, gate: str, up: str) -> None:
         """Write down the activation of ``gate``, times ``up``, in place of it."""
-        c, numbers = self.config, ()
+        c = self.config
+        numbers: tuple[float, ...] = ()
         if c.activation is Activation.SWIGLU_CLAMPED:
             numbers = c.swiglu_alpha, c.swiglu_limit
         self.append(GatedActivation(gate, up, gate, c.activation, numbers))

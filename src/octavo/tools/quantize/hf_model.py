@@ -210,7 +210,8 @@ def _scalings(config: ModelConfig, rope: Rope) -> Iterator[dict[str, Any] | None
         yield {"rope_type": "linear", "factor": 1.0 / rope.scale}
         return
     if not rope.factors:
-        yield None
+        scaled = "rope_parameters" in FAMILIES[config.family].hf[0].computed  # by default
+        yield {"rope_type": "default"} if scaled else None
         return
     factor = round(max(rope.factors), 4)
     for original in _LLAMA3_CONTEXTS:

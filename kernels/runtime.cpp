@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "checks.h"
 #include "formats.h"
 
 namespace octavo {
@@ -24,21 +25,6 @@ static_assert(kChunkRows % kPanel == 0);
 constexpr int64_t kExpertBlocks = 4;
 // Pieces a thread of the experts' work, for the balance.
 constexpr int64_t kExpertPieces = 12;
-
-[[noreturn]] void refuse(const std::string &message) {
-    throw std::invalid_argument(message);
-}
-
-std::string text(int64_t value) {
-    return std::to_string(value);
-}
-
-void check_range(const char *name, int64_t value, int64_t low, int64_t high) {
-    if (value < low || value > high) {
-        refuse(std::string(name) + " is " + text(value) + ", outside " + text(low) + " to " +
-               text(high));
-    }
-}
 
 const RuntimeConfig &checked(const RuntimeConfig &config) {
     check_range("max_tokens", config.max_tokens, 1, 1 << 24);
@@ -86,11 +72,11 @@ int64_t grain_for(int64_t items, int threads) {
 }
 
 void check_group(Format format, int64_t group) {
-    if (!format_info(format).grouped)
+    const int64_t step = group_step(format);
+    if (step == 0)
         check_range("group of a format without one", group, 0, 0);
-    else if (group < 1 || group % format_info(format).block_values != 0)
-        refuse("groups of " + text(group) + " inputs are not whole blocks of " +
-               text(format_info(format).block_values));
+    else if (group < 1 || group % step != 0)
+        refuse("groups of " + text(group) + " inputs are not whole blocks of " + text(step));
 }
 
 int64_t column_blocks(int64_t n) {
@@ -103,14 +89,24 @@ int64_t expert_units(int64_t n) {
 
 } // namespace
 
-void check_zeros(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group) {
-    if (format != Format::I3 && format != Format::I4)
-        return;
-    const int64_t groups = (k + group - 1) / group, row = row_bytes(format, k, group);
-    for (int64_t i = 0; i < n; ++i)
-        for (int64_t g = 0; g < groups; ++g)
-            check_range("zero of a group", int64_t(data[i * row + groups * 4 + g]), 0,
-                        format == Format::I3 ? 8 : 16);
+void check_rows(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group) {
+    const int64_t row = row_bytes(format, k, group);
+    const auto is_nan = [](std::byte code) { return (code & std::byte{0x7f}) == std::byte{0x7f}; };
+    for (int64_t i = 0; i < n; ++i, data += row) {
+        if (format == Format::E4M3) {
+            if (std::any_of(data + row - k, data + row, is_nan))
+                refuse("a number of row " + text(i) + " is NaN");
+        } else if (format == Format::NVFP4) {
+            for (int64_t at = format_info(format).header; at < row; at += 18)
+                if (is_nan(data[at]) || is_nan(data[at + 1]))
+                    refuse("a scale of row " + text(i) + " is NaN");
+        } else if (format == Format::I2 || format == Format::I3 || format == Format::I4) {
+            const int64_t groups = (k + group - 1) / group;
+            const int64_t most = format == Format::I2 ? 4 : format == Format::I3 ? 8 : 16;
+            for (int64_t g = 0; g < groups; ++g)
+                check_range("zero of a group", int64_t(data[groups * 4 + g]), 0, most);
+        }
+    }
 }
 
 Runtime::Runtime(const Tier &tier, const RuntimeConfig &config, std::shared_ptr<ThreadPool> pool)
@@ -118,8 +114,8 @@ Runtime::Runtime(const Tier &tier, const RuntimeConfig &config, std::shared_ptr<
       ordered_(size_t(pool_.size())), shared_rows_(kChunkRows * pool_.size()),
       logits_(size_t(config.logits_slice * config.vocab_size) * sizeof(float)),
       arena_(size_t(config.num_blocks) * size_t(config.block_bytes)),
-      attention_(tier, config_, pool_.size()), token_seqs_(size_t(config.max_tokens)),
-      slot_seen_(size_t(config.max_seqs)) {}
+      attention_(tier, config_, pool_.size()), recurrence_(tier, config_, pool_.size()),
+      token_seqs_(size_t(config.max_tokens)), slot_seen_(size_t(config.max_seqs)) {}
 
 size_t Runtime::weight_bytes() const {
     size_t total = 0;
@@ -169,7 +165,7 @@ void Runtime::pack_rows(int64_t matrix, int64_t first, int64_t last, const std::
         refuse(rows + " of " + text(k) + " numbers have " + text(bytes) + " bytes of data, not " +
                text(needed));
     }
-    check_zeros(format, data, last - first, k, group);
+    check_rows(format, data, last - first, k, group);
     // It lies in an arena of ours, and nothing runs meanwhile.
     std::byte *to =
         const_cast<std::byte *>(packed) + tier_.linear.packed_bytes(format, first, k, group);
@@ -355,6 +351,28 @@ void Runtime::check_each(const PrepareEachStep &step) const {
     check_slots(step.slots, Format(step.format), step.k, step.routing);
 }
 
+void Runtime::check_recurrence(const RecurrentLayer &layer, bool selected) {
+    recurrence_.add(layer.shape, layer.inputs, layer.matrix);
+    const StatePart &inputs = config_.state.parts[size_t(layer.inputs)];
+    check_value(layer.x, inputs.width, "input of a recurrent layer");
+    check_range("gates of a recurrent layer", int64_t(layer.gates.size()),
+                int64_t(Recurrence::gates(layer.shape)), int64_t(Recurrence::gates(layer.shape)));
+    bool local = layer.x.local;
+    for (const Value &gate : layer.gates) {
+        check_value(gate, Recurrence::gate_width(layer.shape), "gate of a recurrent layer");
+        local |= gate.local;
+    }
+    check_vector(layer.weight, (inputs.depth + 1) * inputs.width);
+    if (layer.bias >= 0)
+        check_vector(layer.bias, inputs.width);
+    if (const auto *mamba = std::get_if<MambaShape>(&layer.shape)) {
+        check_vector(mamba->a, mamba->heads);
+        check_vector(mamba->d, mamba->heads);
+    }
+    if (selected || local)
+        refuse("a recurrent layer of selected rows only, or of a thread's");
+}
+
 void Runtime::check_experts(ExpertsRegion &region) const {
     check_routing(region.routing);
     const int64_t experts = routings_[size_t(region.routing)].experts();
@@ -535,6 +553,17 @@ void Runtime::check_region(Region &region, Program &program) {
         program.cached = true;
         if (selected || attention->q.local || attention->out.local)
             refuse("attention of selected rows only, or of a thread's");
+    } else if (const auto *recurrent = std::get_if<RecurrentRegion>(&region.work)) {
+        check_recurrence(recurrent->layer, selected);
+        const StatePart &inputs = config_.state.parts[size_t(recurrent->layer.inputs)];
+        value(recurrent->out, Recurrence::out_width(recurrent->layer.shape, inputs),
+              "output of a recurrent layer");
+        if (recurrent->out.local)
+            refuse("a recurrent layer's output of a thread's");
+        program.cached = program.recurrent = true;
+    } else if (const auto *history = std::get_if<HistoryRegion>(&region.work)) {
+        check_recurrence(history->layer, selected);
+        program.cached = program.recurrent = true;
     } else if (const auto *logits = std::get_if<LogitsRegion>(&region.work)) {
         check_matrix(logits->matrix);
         const PackedMatrix &matrix = matrices_[size_t(logits->matrix)];
@@ -586,6 +615,8 @@ void Runtime::validate(const StepBatch &batch, const Program &program) const {
     }
     if (program.cached)
         validate_sequences(batch);
+    if (program.recurrent)
+        recurrence_.validate(batch);
 }
 
 void Runtime::validate_sequences(const StepBatch &batch) const {
@@ -661,6 +692,8 @@ void Runtime::run_step(const StepBatch &batch, int64_t program) {
         }
         attention_.plan(batch_);
     }
+    if (running.recurrent)
+        recurrence_.plan(batch_);
     plan_jobs();
     const ThreadPool::Time start =
         profiling_ ? std::chrono::steady_clock::now() : ThreadPool::Time{};
@@ -927,6 +960,11 @@ void Runtime::run_items(size_t index, int thread, int64_t begin, int64_t end) {
         run(*linear, scope, begin, end);
     } else if (const auto *attention = std::get_if<AttentionRegion>(&region.work)) {
         run(*attention, thread, begin, end);
+    } else if (const auto *recurrent = std::get_if<RecurrentRegion>(&region.work)) {
+        recurrence_.run(layer_of(recurrent->layer), row_of(recurrent->out, 0),
+                        recurrent->out.stride, arena_.data(), thread, begin, end);
+    } else if (const auto *history = std::get_if<HistoryRegion>(&region.work)) {
+        recurrence_.store_history(layer_of(history->layer), arena_.data(), begin, end);
     } else if (const auto *sort = std::get_if<SortRegion>(&region.work)) {
         routings_[size_t(sort->routing)].sort(scope.end);
     } else if (const auto *slots = std::get_if<SlotsRegion>(&region.work)) {
@@ -1184,6 +1222,36 @@ void Runtime::run(const AttentionRegion &region, int thread, int64_t begin, int6
     const float *sinks = region.sinks < 0 ? nullptr : vectors_[size_t(region.sinks)].data();
     attention_.run(region.layer, row_of(region.q, 0), region.q.stride, sinks, row_of(region.out, 0),
                    region.out.stride, arena_.data(), thread, begin, end);
+}
+
+// Recurrent layers
+
+Job Runtime::job_of(const RecurrentRegion &region, int64_t) const {
+    return recurrence_.job(layer_of(region.layer));
+}
+
+Job Runtime::job_of(const HistoryRegion &region, int64_t) const {
+    return recurrence_.history_job(layer_of(region.layer));
+}
+
+Recurrence::Layer Runtime::layer_of(const RecurrentLayer &layer) const {
+    const auto vector = [&](int64_t index) {
+        return index < 0 ? nullptr : vectors_[size_t(index)].data();
+    };
+    Recurrence::Layer found;
+    found.shape = layer.shape;
+    found.inputs = layer.inputs;
+    found.matrix = layer.matrix;
+    found.x = {row_of(layer.x, 0), layer.x.stride};
+    for (size_t i = 0; i < layer.gates.size(); ++i)
+        found.gates[i] = {row_of(layer.gates[i], 0), layer.gates[i].stride};
+    found.weight = vector(layer.weight);
+    found.bias = vector(layer.bias);
+    if (const auto *mamba = std::get_if<MambaShape>(&layer.shape)) {
+        found.a = vector(mamba->a);
+        found.d = vector(mamba->d);
+    }
+    return found;
 }
 
 // Experts

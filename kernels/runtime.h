@@ -14,6 +14,7 @@
 #include "experts.h"
 #include "memory.h"
 #include "paged_attention.h"
+#include "recurrence.h"
 #include "thread_pool.h"
 #include "tier.h"
 
@@ -40,6 +41,7 @@ struct RuntimeConfig {
     int64_t block_bytes; // of any group: what the largest takes, or more
     int64_t num_heads;
     KvKind kv_kind;
+    StateConfig state;
 
     // Of a group's block: keys and values of one head of one layer, and of all.
     int64_t head_bytes(const KvGroup &group) const {
@@ -183,6 +185,23 @@ struct AttentionRegion {
     PagedAttention::Layer layer;
     int64_t sinks; // a vector of a score a head, or -1
 };
+struct RecurrentLayer {
+    RecurrenceShape shape;
+    int64_t inputs; // parts of the state: the convolution's last inputs,
+    int64_t matrix; // and matrices, or -1
+    Value x;        // the convolution's inputs
+    std::vector<Value> gates;
+    int64_t weight; // a vector [taps][channels]
+    int64_t bias;   // a vector, or -1
+};
+struct RecurrentRegion {
+    RecurrentLayer layer;
+    Value out;
+};
+// Follows a layer's RecurrentRegion.
+struct HistoryRegion {
+    RecurrentLayer layer;
+};
 struct LogitsRegion {
     int64_t matrix;
     Prepared activations;
@@ -213,8 +232,8 @@ struct ExpertsRegion {
 struct Region {
     std::string name;
     bool selected; // over the rows that want logits only
-    std::variant<RowsRegion, LinearRegion, AttentionRegion, LogitsRegion, SortRegion, SlotsRegion,
-                 ExpertsRegion>
+    std::variant<RowsRegion, LinearRegion, AttentionRegion, RecurrentRegion, HistoryRegion,
+                 LogitsRegion, SortRegion, SlotsRegion, ExpertsRegion>
         work;
     double seconds = 0.0;
 };
@@ -224,6 +243,7 @@ struct Program {
     std::vector<Region> regions;
     bool embeds = false;      // its tokens have ids
     bool cached = false;      // … and are of sequences, which have a place in the KV cache
+    bool recurrent = false;   // … and have a state
     bool keeps = false;       // it puts rows by for the caller
     int64_t input_width = 0;  // its tokens bring rows of this width; 0: none
     int64_t outputs = 0;      // logits a row
@@ -244,6 +264,7 @@ struct StepBatch {
     int64_t logits;
     const int32_t *copies; // [copies][2]
     int64_t num_copies;
+    StateStep state;
 };
 
 // Rows to guess tokens from, and room for what is guessed; nothing is trusted.
@@ -409,6 +430,9 @@ class Runtime {
     Job job_of(const LinearRegion &region, int64_t rows) const;
     Job job_of(const LogitsRegion &region, int64_t rows) const;
     Job job_of(const AttentionRegion &region, int64_t rows) const;
+    Job job_of(const RecurrentRegion &region, int64_t rows) const;
+    Job job_of(const HistoryRegion &region, int64_t rows) const;
+    Recurrence::Layer layer_of(const RecurrentLayer &layer) const;
     Job job_of(const SortRegion &region, int64_t rows) const;
     Job job_of(const SlotsRegion &region, int64_t rows) const;
     Job job_of(const ExpertsRegion &region, int64_t rows) const;
@@ -487,6 +511,7 @@ class Runtime {
     void check_slots(const Prepared &slots, Format format, int64_t k, int64_t routing) const;
     void check_slots(RowStep &step, int64_t routing) const;
     void check_experts(ExpertsRegion &region) const;
+    void check_recurrence(const RecurrentLayer &layer, bool selected);
 
     const Tier &tier_;
     const RuntimeConfig config_;
@@ -522,6 +547,7 @@ class Runtime {
     bool drafted_ = false;  // since the last step
     Memory arena_;
     PagedAttention attention_;
+    Recurrence recurrence_;
 
     // The step being run.
     StepBatch batch_{};
@@ -530,8 +556,8 @@ class Runtime {
     bool profiling_ = false;
 };
 
-// Throws std::invalid_argument unless every zero of n rows of a grouped format is one that the
-// kernels count on (linear.h).
-void check_zeros(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group);
+// Throws std::invalid_argument unless n rows are as the kernels count on (linear.h): zeros of
+// grouped formats in their range, and no E4M3 number NaN.
+void check_rows(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group);
 
 } // namespace octavo

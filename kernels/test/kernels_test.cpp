@@ -1,5 +1,6 @@
-// Row-wise kernels and attention of every tier this CPU has, against plain double arithmetic, over
-// odd shapes. Every buffer has exactly the size the kernel may touch, for the address sanitizer.
+// Row-wise kernels, attention and recurrences of every tier this CPU has, against plain double
+// arithmetic, over odd shapes. Every buffer has exactly the size the kernel may touch, for the
+// address sanitizer.
 //
 //   kernels_test [cases]    random cases a tier (default 100)
 #include "kernels.h"
@@ -105,6 +106,9 @@ void test_rows(const Tier &tier) {
     row.add(x.data(), y.data(), out.data(), n);
     for (size_t i = 0; i < x.size(); ++i)
         expect(tier, "add", out[i], x[i] + y[i], 0);
+    apply(tier, "multiply", x.data(), y.data(), out.data(), n);
+    for (size_t i = 0; i < x.size(); ++i)
+        expect(tier, "multiply", out[i], x[i] * y[i], 0);
     apply(tier, "silu", x.data(), y.data(), out.data(), n);
     for (size_t i = 0; i < x.size(); ++i) {
         expect(tier, "silu", out[i], x[i] / (1.0 + std::exp(-double(x[i]))) * y[i], 1e-6);
@@ -523,6 +527,168 @@ void test_attention(const Tier &tier) {
     }
 }
 
+// `n` rows as the kernels take them: each padded to whole vectors, with zeros.
+struct PaddedRows {
+    int64_t n, width, stride;
+    Floats values;
+
+    PaddedRows(int64_t rows, int64_t columns)
+        : n(rows), width(columns), stride((columns + 15) / 16 * 16 + 16 * draw(0, 1)),
+          values(size_t(n * stride)) {
+        for (int64_t t = 0; t < n; ++t) {
+            const Floats row = normal(width, 0.5f);
+            std::copy(row.begin(), row.end(), values.begin() + t * stride);
+        }
+    }
+    const float *row(int64_t t) const { return values.data() + t * stride; }
+};
+
+void test_convolution(const Tier &tier) {
+    const int64_t taps = draw(2, 9), tokens = draw(1, 20), n = draw(1, 70);
+    const int64_t padded = (n + 15) / 16 * 16, ldo = padded + 16 * draw(0, 1);
+    const Floats weight = normal(taps * n), bias = normal(n);
+    std::vector<Floats> inputs;
+    std::vector<const float *> rows;
+    for (int64_t t = 0; t < taps - 1 + tokens; ++t)
+        inputs.push_back(normal(n));
+    for (const Floats &row : inputs)
+        rows.push_back(row.data());
+    const bool silu = draw(0, 1) == 1, biased = draw(0, 1) == 1;
+    Floats out(size_t((tokens - 1) * ldo + padded), NAN);
+    tier.recurrence.conv({rows.data(), tokens, taps, weight.data(), n,
+                          biased ? bias.data() : nullptr, silu, n, out.data(), ldo});
+    for (int64_t t = 0; t < tokens; ++t) {
+        for (int64_t i = 0; i < padded; ++i) {
+            double wanted = i < n && biased ? bias[size_t(i)] : 0.0;
+            for (int64_t j = 0; i < n && j < taps; ++j)
+                wanted += double(weight[size_t(j * n + i)]) * inputs[size_t(t + j)][size_t(i)];
+            if (silu)
+                wanted /= 1.0 + std::exp(-wanted);
+            expect(tier, "convolution", out[size_t(t * ldo + i)], wanted, 3e-6);
+        }
+        Floats alone(static_cast<size_t>(padded));
+        tier.recurrence.conv({rows.data() + t, 1, taps, weight.data(), n,
+                              biased ? bias.data() : nullptr, silu, n, alone.data(), padded});
+        expect(tier, "convolution of one token",
+               std::memcmp(alone.data(), out.data() + t * ldo, size_t(padded) * 4), 0, 0);
+    }
+}
+
+void test_unit(const Tier &tier) {
+    const int64_t n = draw(1, 200);
+    Floats x = normal(n);
+    const Floats before = x, y = normal(n);
+    tier.recurrence.unit(x.data(), n, 0.5f);
+    double squares = 0.0, product = 0.0, magnitude = 0.0;
+    for (size_t i = 0; i < x.size(); ++i) {
+        squares += double(before[i]) * before[i];
+        product += double(before[i]) * y[i];
+        magnitude += std::abs(double(before[i]) * y[i]);
+    }
+    for (size_t i = 0; i < x.size(); ++i)
+        expect(tier, "unit", x[i], 0.5 * before[i] / std::sqrt(squares + 1e-6), 1e-6);
+    expect(tier, "dot", tier.recurrence.dot(before.data(), y.data(), n), product, 1e-6 * magnitude);
+}
+
+// Takes a tile through tokens at once and in pieces: the same bits.
+template <class Run>
+Floats in_pieces(const Tier &tier, const char *what, Floats &tile, int64_t tokens, int64_t lanes,
+                 Run &&run) {
+    const auto through = [&](Floats &state, auto &&next) {
+        Floats out(size_t(tokens * lanes), NAN);
+        for (int64_t at = 0; at < tokens;) {
+            const int64_t count = next(tokens - at);
+            run(state.data(), at, count, out.data() + at * lanes);
+            at += count;
+        }
+        return out;
+    };
+    Floats other = tile;
+    const Floats out = through(tile, [](int64_t left) { return left; });
+    const Floats pieces = through(other, [](int64_t left) { return draw(1, left); });
+    if (std::memcmp(out.data(), pieces.data(), out.size() * 4) != 0 ||
+        std::memcmp(tile.data(), other.data(), tile.size() * 4) != 0)
+        expect(tier, what, 1, 0, 0);
+    return out;
+}
+
+void test_delta(const Tier &tier) {
+    const int64_t depth = draw(1, 140), tokens = draw(1, 12), lanes = draw(1, kStateLanes);
+    const PaddedRows q(tokens, depth), v(tokens, kStateLanes);
+    PaddedRows k = q;
+    k.values = normal(int64_t(k.values.size()), 0.1f);
+    const Floats kq = normal(tokens);
+    Floats decay = normal(tokens), beta = normal(tokens);
+    for (size_t t = 0; t < decay.size(); ++t) {
+        decay[t] = 1.0f / (1.0f + std::exp(decay[t]));
+        beta[t] = 1.0f / (1.0f + std::exp(beta[t]));
+    }
+    Floats tile = normal(depth * kStateLanes);
+    std::vector<double> state(tile.begin(), tile.end());
+    const auto run = [&](float *at, int64_t first, int64_t count, float *out) {
+        const DeltaRows rows{q.row(first),        k.row(first),     q.stride,
+                             v.row(first),        v.stride,         decay.data() + first,
+                             beta.data() + first, kq.data() + first};
+        tier.recurrence.delta(at, depth, count, rows, lanes, out, lanes);
+    };
+    const Floats out = in_pieces(tier, "delta in pieces", tile, tokens, lanes, run);
+    for (int64_t t = 0; t < tokens; ++t) {
+        const double g = decay[size_t(t)];
+        for (int64_t lane = 0; lane < kStateLanes; ++lane) {
+            double of_key = 0.0, of_query = 0.0;
+            for (int64_t i = 0; i < depth; ++i) {
+                of_key += state[size_t(i * kStateLanes + lane)] * k.row(t)[i];
+                of_query += state[size_t(i * kStateLanes + lane)] * q.row(t)[i];
+            }
+            const double change = (v.row(t)[lane] - g * of_key) * beta[size_t(t)];
+            if (lane < lanes)
+                expect(tier, "delta", out[size_t(t * lanes + lane)],
+                       g * of_query + change * kq[size_t(t)], 2e-5);
+            for (int64_t i = 0; i < depth; ++i) {
+                double &entry = state[size_t(i * kStateLanes + lane)];
+                entry = g * entry + k.row(t)[i] * change;
+            }
+        }
+    }
+    for (size_t i = 0; i < tile.size(); ++i)
+        expect(tier, "delta's state", tile[i], state[i], 1e-5);
+}
+
+void test_mamba(const Tier &tier) {
+    const int64_t depth = draw(1, 140), tokens = draw(1, 12), lanes = draw(1, kStateLanes);
+    const PaddedRows x(tokens, kStateLanes), b(tokens, depth);
+    PaddedRows c = b;
+    c.values = normal(int64_t(c.values.size()), 0.5f);
+    Floats dt = normal(tokens);
+    for (float &value : dt)
+        value = std::exp(value);
+    const float a = -0.5f, d = 0.7f;
+    Floats tile = normal(depth * kStateLanes);
+    std::vector<double> state(tile.begin(), tile.end());
+    const auto run = [&](float *at, int64_t first, int64_t count, float *out) {
+        const MambaRows rows{
+            x.row(first), x.stride, b.row(first), c.row(first), b.stride, dt.data() + first, a, d};
+        tier.recurrence.mamba(at, depth, count, rows, lanes, out, lanes);
+    };
+    const Floats out = in_pieces(tier, "mamba in pieces", tile, tokens, lanes, run);
+    for (int64_t t = 0; t < tokens; ++t) {
+        const double decay = std::exp(double(dt[size_t(t)]) * a);
+        for (int64_t lane = 0; lane < kStateLanes; ++lane) {
+            const double input = x.row(t)[lane];
+            double found = d * input;
+            for (int64_t i = 0; i < depth; ++i) {
+                double &entry = state[size_t(i * kStateLanes + lane)];
+                entry = decay * entry + b.row(t)[i] * dt[size_t(t)] * input;
+                found += entry * c.row(t)[i];
+            }
+            if (lane < lanes)
+                expect(tier, "mamba", out[size_t(t * lanes + lane)], found, 2e-5);
+        }
+    }
+    for (size_t i = 0; i < tile.size(); ++i)
+        expect(tier, "mamba's state", tile[i], state[i], 1e-5);
+}
+
 } // namespace
 } // namespace octavo
 
@@ -536,6 +702,10 @@ int main(int argc, char **argv) {
                 test_rows(tier);
                 test_store(tier);
                 test_attention(tier);
+                test_convolution(tier);
+                test_unit(tier);
+                test_delta(tier);
+                test_mamba(tier);
             }
         } catch (const std::invalid_argument &error) {
             std::printf("kernels_test: %s\n", error.what());

@@ -5,41 +5,8 @@ namespace octavo {
 namespace OCTAVO_TIER {
 namespace {
 
-// Calls f(i, count) for each full vector and then for what is left, if anything.
-template <class F> void for_vectors(int64_t n, F &&f) {
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes)
-        f(i, kLanes);
-    if (i < n)
-        f(i, n - i);
-}
-
-Vec load_part(const float *p, int64_t count) {
-    return count == kLanes ? Vec::load(p) : load_first(p, count);
-}
-
-void store_part(Vec x, float *p, int64_t count) {
-    if (count == kLanes) {
-        x.store(p);
-    } else {
-        store_first(x, p, count);
-    }
-}
-
 void rms_norm(const float *x, const float *weight, float *out, int64_t n, float eps) {
-    Vec squares[4] = {Vec::set(0.0f), Vec::set(0.0f), Vec::set(0.0f), Vec::set(0.0f)};
-    int64_t i = 0;
-    for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-        for (int64_t j = 0; j < 4; ++j) {
-            const Vec value = Vec::load(x + i + j * kLanes);
-            squares[j] = fma(value, value, squares[j]);
-        }
-    }
-    for_vectors(n - i, [&](int64_t offset, int64_t count) {
-        const Vec value = load_part(x + i + offset, count);
-        squares[0] = fma(value, value, squares[0]);
-    });
-    const float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    const float total = dot_product(x, x, n);
     const Vec factor = Vec::set(1.0f / __builtin_sqrtf(total / float(n) + eps));
     for_vectors(n, [&](int64_t at, int64_t count) {
         store_part(load_part(x + at, count) * factor * load_part(weight + at, count), out + at,
@@ -50,6 +17,12 @@ void rms_norm(const float *x, const float *weight, float *out, int64_t n, float 
 void add(const float *x, const float *y, float *out, int64_t n) {
     for_vectors(n, [&](int64_t i, int64_t count) {
         store_part(load_part(x + i, count) + load_part(y + i, count), out + i, count);
+    });
+}
+
+void multiply(const float *x, const float *y, float *out, int64_t n) {
+    for_vectors(n, [&](int64_t i, int64_t count) {
+        store_part(load_part(x + i, count) * load_part(y + i, count), out + i, count);
     });
 }
 
@@ -72,10 +45,8 @@ Vec times(Vec x, const float *factors, int64_t i, int64_t count) {
 }
 
 void silu(const float *gate, const float *up, float *out, int64_t n) {
-    const Vec one = Vec::set(1.0f);
     for_vectors(n, [&](int64_t i, int64_t count) {
-        const Vec x = load_part(gate + i, count);
-        const Vec activated = x / (one + exp(Vec::set(0.0f) - x));
+        const Vec activated = silu_of(load_part(gate + i, count));
         store_part(times(activated, up, i, count), out + i, count);
     });
 }
@@ -142,6 +113,8 @@ constexpr RowFunction kFunctions[] = {
     {"rms_norm", 1, 1, 1,
      [](const RowArguments &a) { rms_norm(a.inputs[0], a.weights[0], a.out, a.n, a.numbers[0]); }},
     {"add", 2, 0, 0, [](const RowArguments &a) { add(a.inputs[0], a.inputs[1], a.out, a.n); }},
+    {"multiply", 2, 0, 0,
+     [](const RowArguments &a) { multiply(a.inputs[0], a.inputs[1], a.out, a.n); }},
     {"silu", 1, 0, 0, activated<silu>},
     {"silu", 2, 0, 0, activated<silu>},
     {"gelu_tanh", 1, 0, 0, activated<gelu_tanh>},

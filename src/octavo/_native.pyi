@@ -204,6 +204,36 @@ class AttentionRegion:
         sinks: int,
     ) -> None: ...
 
+class ShortConvShape: ...
+
+class DeltaShape:
+    def __init__(
+        self, key_heads: int, value_heads: int, key_dim: int, value_dim: int, tiled: bool
+    ) -> None: ...
+
+class MambaShape:
+    def __init__(
+        self, heads: int, head_dim: int, state: int, groups: int, a: int, d: int
+    ) -> None: ...
+
+class RecurrentLayer:
+    def __init__(
+        self,
+        shape: ShortConvShape | DeltaShape | MambaShape,
+        inputs: int,
+        matrix: int,
+        x: Value,
+        gates: Sequence[Value],
+        weight: int,
+        bias: int,
+    ) -> None: ...
+
+class RecurrentRegion:
+    def __init__(self, layer: RecurrentLayer, out: Value) -> None: ...
+
+class HistoryRegion:
+    def __init__(self, layer: RecurrentLayer) -> None: ...
+
 class LogitsRegion:
     def __init__(self, matrix: int, activations: Prepared, softcap: float) -> None: ...
 
@@ -225,6 +255,8 @@ Region = (
     RowsRegion
     | LinearRegion
     | AttentionRegion
+    | RecurrentRegion
+    | HistoryRegion
     | LogitsRegion
     | SortRegion
     | SlotsRegion
@@ -254,6 +286,7 @@ class Runtime:
         block_bytes: int,
         num_heads: int,
         kv_kind: int,
+        state: tuple[int, int, int, int, Sequence[tuple[int, int, int, int, int]]] | None,
     ) -> None: ...
     @property
     def pool(self) -> ThreadPool: ...
@@ -305,6 +338,7 @@ class Runtime:
         copies: npt.NDArray[np.int32],
         program: int,
         rows: npt.NDArray[np.float32] | None,
+        state: tuple[npt.NDArray[np.int32], ...] | None,
     ) -> npt.NDArray[np.float32]: ...
     def start_draft(
         self,

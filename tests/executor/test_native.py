@@ -95,15 +95,20 @@ def test_a_long_context_equals_the_reference() -> None:
         (WeightFormat.BF16, 2e-2),
         (WeightFormat.Q8_0, 6e-2),
         (WeightFormat.Q4_0, 6e-2),
+        (WeightFormat.I2, 6e-2),
         (WeightFormat.I3, 6e-2),
         (WeightFormat.I4, 6e-2),
         (WeightFormat.I8, 6e-2),
+        (WeightFormat.IQ1_M, 6e-2),
+        (WeightFormat.IQ2_S, 6e-2),
+        (WeightFormat.IQ3_XXS, 6e-2),
+        (WeightFormat.TQ1_0, 6e-2),
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_stored_formats(family: str, format: WeightFormat, bound: float) -> None:
     """The bound is what rounding the activations (bf16, 8 bits a group) may cost."""
-    config = tiny.config(family)
+    config = tiny.broad(family) if format in tiny.BLOCKS_OF_256 else tiny.config(family)
     checkpoint = tiny.checkpoint(config, format)
     tokens = tokens_of(config, 60)
     weights = {role: tiny.dequantize(weight) for role, weight in checkpoint.weights.items()}

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.loader.base import Checkpoint, Tokenizer, Weight, WeightFormat
+from octavo.loader.dequantize import dequantize as dequantize_blocks
+from octavo.loader.gguf import BLOCKS
 from octavo.models import families
 from octavo.models.build import Builder
 from octavo.models.config import Activation, Experts, Layer, ModelConfig, Rope
@@ -17,6 +19,7 @@ from octavo.models.program import Program
 Floats = npt.NDArray[np.float64]
 
 
+BLOCKS_OF_256 = [format for format, (numbers, _) in BLOCKS.items() if numbers == 256]
 EXPERTS = Experts(6, 2, 64, True)
 SPARSE = ("mixtral", "qwen3moe")
 
@@ -51,6 +54,12 @@ def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) ->
             "layers": (Layer(rope, 20), Layer(rope, 20), Layer(far)),
         }
     return ModelConfig(**(values | changes))
+
+
+def broad(family: str = "llama") -> ModelConfig:
+    """Every matrix has whole blocks of 256 inputs."""
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256}
+    return config(family, Experts(6, 2, 256, True), **sizes)
 
 
 def shared(experts: Experts = EXPERTS, family: str = "shared") -> ModelConfig:
@@ -110,6 +119,8 @@ def quantize(values: npt.NDArray[np.float32], format: WeightFormat) -> npt.NDArr
             return values.astype(np.float16).view(np.uint8).reshape(-1)
         case WeightFormat.BF16:
             return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)
+    if format.in_gguf and format not in (WeightFormat.Q8_0, WeightFormat.Q4_0):
+        return random_blocks(format, values)
     blocks = values.reshape(-1, 32)
     top = np.abs(blocks).max(axis=1, keepdims=True)
     limit = {WeightFormat.Q8_0: 127, WeightFormat.Q4_0: 7}[format]
@@ -121,6 +132,28 @@ def quantize(values: npt.NDArray[np.float32], format: WeightFormat) -> npt.NDArr
         nibbles = (steps + 8).astype(np.uint8)
         body = nibbles[:, :16] | (nibbles[:, 16:] << 4)
     return np.concatenate([scale.view(np.uint8), body], axis=1).reshape(-1)
+
+
+def random_blocks(format: WeightFormat, like: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """[rows, columns] as blocks of a format whose d is an fp16 number: random ones, whose numbers
+    deviate as the given ones.
+    """
+    numbers, size = BLOCKS[format]
+    rng = np.random.default_rng(like.size)
+    blocks = rng.integers(0, 256, (like.size // numbers, size), np.uint8)
+
+    def multiplied(d: float) -> npt.NDArray[np.uint8]:
+        half = np.float16(d).view(np.uint16)
+        if format is WeightFormat.IQ1_M:
+            scales = blocks[:, 48:56].view(np.uint16)
+            scales[:] = scales & 0xFFF | (half >> np.arange(0, 16, 4, np.uint16) & 15) << 12
+        else:
+            at = {WeightFormat.TQ1_0: 52, WeightFormat.TQ2_0: 64}.get(format, 0)
+            blocks[:, at : at + 2] = half.reshape(1).view(np.uint8)
+        return blocks.reshape(-1)
+
+    deviation = dequantize_blocks(Weight("", format, like.shape, multiplied(1.0))).std()
+    return multiplied(float(like.std() / deviation))
 
 
 def quantize_grouped(
@@ -160,6 +193,8 @@ def dequantize(weight: Weight) -> Floats:
     if weight.format.grouped:
         return dequantize_grouped(weight)
     data = weight.data
+    if weight.format in BLOCKS_OF_256:  # test_dequantize compares them with the gguf package
+        return dequantize_blocks(weight).astype(np.float64)
     match weight.format:
         case WeightFormat.F32:
             return data.view(np.float32).reshape(weight.shape).astype(np.float64)

@@ -192,7 +192,10 @@ def found(model_type: str, ours: HfType | None) -> HfType:
         rope_types=rope_types(cls),
         rope_theta=bases(cls),
         partial_rotary=partial_rotary(cls, causal_lm),
-        tokenizer=ours.tokenizer if ours else None,  # of another table, and not compared here
+        # Not the class's, and not compared here.
+        renamed=ours.renamed if ours else {},
+        feed_forward=ours.feed_forward if ours else None,
+        tokenizer=ours.tokenizer if ours else None,
         tokenizer_overrules=ours.tokenizer_overrules if ours else False,
     )
     assert kind.model_classes[1] == MODEL_MAPPING_NAMES[model_type], model_type

@@ -239,7 +239,67 @@ def models() -> dict[str, Tiny]:
             gguf=False,
         ),
         "gpt_oss": gpt_oss(sizes),
+        "lfm2": lfm2(sizes),
     }
+
+
+def lfm2(sizes: dict[str, Any]) -> Tiny:
+    """Short convolutions and attention, in any order."""
+    conv, full = "conv", "full_attention"
+    scaled = {"factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+
+    def layers(*types: str, gguf: bool = False, **values: Any) -> Case:
+        changes = {"num_hidden_layers": len(types), "layer_types": list(types)}
+        return Case(changes | values, gguf=gguf)
+
+    return Tiny(
+        transformers.Lfm2Config(
+            **sizes | {"num_hidden_layers": 4, "layer_types": [conv, full, conv, conv]},
+            block_multiple_of=16,
+        ),
+        {
+            # As files of before transformers 5 have it.
+            "old-keys": Case(
+                {
+                    "layer_types": None,
+                    "full_attn_idxs": [1],
+                    "rope_parameters": None,
+                    "rope_theta": 500.0,
+                    "tie_embedding": True,
+                    "block_ff_dim": 48,
+                    "intermediate_size": 100,
+                }
+            ),
+            "no-types": Case({"full_attn_idxs": None}, without=("layer_types",)),
+            "eps": Case({"norm_eps": 0.3}, gguf=True),
+            "linear": Case(
+                {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}},
+                gguf=True,
+            ),
+            "llama3": Case(  # whose factors do not come into GGUF files
+                {
+                    "rope_parameters": scaled
+                    | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+                }
+            ),
+            "yarn": Case({"rope_parameters": scaled | {"rope_type": "yarn"}}, gguf=True),
+            "biases": Case({"conv_bias": True, "conv_L_cache": 4}),
+            "one-kv-head": layers(
+                *(conv, conv, full), hidden_size=36, num_attention_heads=3, num_key_value_heads=1,
+                block_ffn_dim_multiplier=1.4, gguf=True,
+            ),
+            "seven-taps": layers(
+                *(full, conv, full, conv), hidden_size=40, conv_L_cache=7, gguf=True,
+                num_key_value_heads=4, block_auto_adjust_ff_dim=False, tie_word_embeddings=False,
+            ),
+            "two-taps": layers(*(conv, conv, conv, full), conv_L_cache=2, gguf=True),
+            "attention-first": layers(full, conv, conv),
+            "no-sizes": Case(
+                {"vocab_size": VOCAB}, without=("conv_L_cache", "norm_eps"), same=True
+            ),
+            "untied": Case({"tie_word_embeddings": False}, gguf=True),
+        },
+    )  # fmt: skip
 
 
 def gpt_oss(sizes: dict[str, Any]) -> Tiny:

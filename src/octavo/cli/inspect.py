@@ -177,20 +177,22 @@ def weigh_formats(checkpoint: Checkpoint, isa: str | None = None) -> list[dict[s
     """Bytes by format: of the file, and what the engine makes of it; the largest first."""
     from math import prod
 
+    from octavo.executor.native.held_form import held_form
     from octavo.executor.native.packing import held_bytes
 
     found: dict[tuple[object, ...], dict[str, Any]] = {}
     for weight in checkpoint.weights.values():
         stored = weight.stored
-        group = weight.group if weight.format.grouped else None
+        kept = held_form(weight)
+        group = kept.group if kept.format.grouped else None
         # Of all inputs, however many a matrix has.
         group = -1 if group == weight.shape[-1] else group
-        key = (stored.format, weight.format, group, weight.order is not None)
+        key = (stored.format, kept.format, group, weight.order is not None)
         facts = found.setdefault(
             key,
             {
                 "stored": stored.format,
-                "held": weight.format.name,
+                "held": kept.format.name,
                 "group_size": group,
                 "activation_order": weight.order is not None,
                 "tensors": 0,

@@ -17,6 +17,7 @@ from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.kv_cache.state_batch import StateBatch
 from octavo.loader.base import CheckpointError
 from octavo.models.program import PagedAttention, Program, RopeAndStoreKv, RotateQueries
+from octavo.models.recurrence import Recurrence
 
 if TYPE_CHECKING:
     from octavo.executor.cost import CostModel, Rates
@@ -121,6 +122,7 @@ class LoadOptions(ExecutorSizes, total=False):
     isa: str | None  # an instruction-set tier; None: the best
     keep_hidden: bool  # steps give `StepResult.hidden`
     digest: bool  # make `Executor.digest`
+    state_log_rows: int  # tokens whose inputs of recurrent layers can be kept (`StateBatch.log`)
     rates: Rates  # of a simulated machine
 
 
@@ -352,7 +354,20 @@ def check_added(
                 )
             case RotateQueries():
                 fits = any(op.head_dim == group.head_dim for group in layout.groups)
+            case Recurrence():
+                _check_state(op, layout)
+                continue
             case _:
                 continue
         if not fits or program.config.num_heads != num_heads:
             raise ValueError("the program's attention has another shape than the cache")
+
+
+def _check_state(op: Recurrence, layout: KvLayout) -> None:
+    """Raise `ValueError` for a recurrence of another shape than the state of its layer."""
+    parts = () if layout.state is None else layout.state.parts_of(op.layer)
+    wanted = [(1, op.shape.taps - 1, op.shape.channels)]
+    if op.shape.matrix is not None:
+        wanted.append(op.shape.matrix)
+    if [(part.heads, part.depth, part.width) for part in parts] != wanted:
+        raise ValueError(f"the program's recurrence in layer {op.layer} has another state")

@@ -243,7 +243,8 @@ class CostModel:
     ``weight_bytes`` maps weight roles to stored bytes; a role left out counts two bytes an
     element. ``arithmetic`` maps matrices' roles to what multiplies them (fp32 when left out), and
     ``attention`` is the same for attention. Activations are taken to stay in the processor's
-    caches, and after the last attention only rows that want logits are computed. A step of n tokens
+    caches, and after the last attention or recurrence only rows that want logits are
+    computed. A step of n tokens
     that go to k of E experts each reads E (1 - (1 - k/E)^n) of them: what is expected where every
     choice is equally likely; a skewed router hits fewer.
     """
@@ -406,7 +407,7 @@ class CostModel:
         program, terms = self.program, list[_Term | _Attention]()
         # Of 8 bits, two products a number, as queries have 16.
         products = 2 if self._attention is Arithmetic.INT8 else 1
-        last_attention = program.last_attention
+        last_crossing = program.last_crossing
         for i, op in enumerate(program.ops):
             if isinstance(op, PagedAttention):
                 size = op.kv_heads * self._kv_dtype.token_bytes(op.head_dim)
@@ -421,7 +422,7 @@ class CostModel:
                     sum(map(self._size, work.weights)),
                     0 if of is None else self._size(of) // program.weights[of][0],
                     work.ops,
-                    i > last_attention,
+                    i > last_crossing,
                     self._arithmetic.get(work.matrix or "", Arithmetic.FP32),
                     work.experts,
                 )

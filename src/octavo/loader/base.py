@@ -22,8 +22,10 @@ class CheckpointError(ValueError):
 class WeightFormat(IntEnum):
     """How a weight's numbers are stored. Values equal ggml's type numbers (GGUF specification).
 
-    The last three are no file's: integers of 3, 4 and 8 bits with a scale and a zero for a group of
-    inputs, into which the layouts of GPTQ, AWQ and compressed-tensors are brought (`Weight`).
+    Those from 1000 on are no file's. I2 to I8: integers of so many bits with a scale and a zero for
+    a group of inputs, into which the layouts of GPTQ, AWQ and compressed-tensors are brought
+    (`Weight`). T3 and T4: codes of 3 and 4 bits into a table, as which the native executor holds
+    the formats whose numbers are points of a grid (executor/native/held_form.py).
     """
 
     F32 = 0
@@ -38,18 +40,37 @@ class WeightFormat(IntEnum):
     Q4_K = 12
     Q5_K = 13
     Q6_K = 14
+    IQ2_XXS = 16
+    IQ2_XS = 17
+    IQ3_XXS = 18
+    IQ1_S = 19
     IQ4_NL = 20
+    IQ3_S = 21
+    IQ2_S = 22
     IQ4_XS = 23
+    IQ1_M = 29
     BF16 = 30
+    TQ1_0 = 34
+    TQ2_0 = 35
     MXFP4 = 39
+    I2 = 1002
     I3 = 1003
     I4 = 1004
     I8 = 1008
+    T3_IQ1 = 1031
+    T3_IQ2 = 1032
+    T4_IQ3_XXS = 1041
+    T4_IQ3_S = 1042
+
+    @property
+    def in_gguf(self) -> bool:
+        """Whether it is one of ggml's."""
+        return self < 1000
 
     @property
     def grouped(self) -> bool:
         """Whether a weight of it has a group size of its own."""
-        return self >= WeightFormat.I3
+        return WeightFormat.I2 <= self <= WeightFormat.I8
 
 
 Bytes = npt.NDArray[np.uint8]

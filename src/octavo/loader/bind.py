@@ -25,8 +25,9 @@ STACKS = {
 def bind(
     path: str, stored: dict[str, Weight], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, Weight]:
-    """``stored`` by role, what has none by its own name. Vectors become F32 (exactly), and so do
-    routers of 16 bits: which experts a token goes to is decided in full precision.
+    """``stored`` by role, what has none by its own name. Vectors and the weights of convolutions
+    [channels, 1, taps] become F32 (exactly), and so do routers of 16 bits: which experts a token
+    goes to is decided in full precision.
 
     Raises `CheckpointError` naming what is missing, left over, or of another shape.
     """
@@ -39,13 +40,15 @@ def bind(
     weights = {}
     for role, shape in shapes.items():
         weight = stored[role]
+        if len(shape) == 3 and weight.shape == shape[::2]:  # GGUF's form of a convolution
+            weight = weight._replace(shape=shape)
         if weight.shape != shape:
             raise CheckpointError(
                 f"{path}: tensor {weight.name!r} has shape {list(weight.shape)}; "
                 f"the model's metadata asks for {list(shape)}"
             )
         try:
-            wide = len(shape) == 1 or (role.endswith(ROUTERS) and weight.format in _HALVES)
+            wide = len(shape) != 2 or (role.endswith(ROUTERS) and weight.format in _HALVES)
             weights[role] = vector(weight) if wide else weight
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
@@ -86,7 +89,9 @@ def expert_biases(role: str, weight: Weight, config: ModelConfig) -> dict[str, W
 
 
 def vector(weight: Weight) -> Weight:
-    """Norms, biases and routers, widened to F32 (exactly) so that executors read one format."""
+    """Norms, biases, convolutions and routers, widened to F32 (exactly) so that executors read one
+    format.
+    """
     if weight.format is WeightFormat.F32:
         return weight
     if weight.format is WeightFormat.F16:

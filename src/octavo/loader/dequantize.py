@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.loader.base import Weight, WeightFormat
+from octavo.loader.grid_formats import GRID_FORMATS
 
 Bytes = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
@@ -22,11 +23,12 @@ _IQ4 = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
-_BITS = {WeightFormat.I3: 3, WeightFormat.I4: 4, WeightFormat.I8: 8}
+_BITS = {WeightFormat.I2: 2, WeightFormat.I3: 3, WeightFormat.I4: 4, WeightFormat.I8: 8}
 
 
 def dequantize(weight: Weight, first: int = 0, last: int | None = None) -> Float32:
-    """Rows ``first`` to ``last`` of a matrix, [rows, inputs]; or a whole vector.
+    """Rows ``first`` to ``last`` of a matrix, [rows, inputs], or of a convolution's weight; or a
+    whole vector.
 
     Inputs of a matrix with an order of its own (`Weight.order`) stand in the activations' order.
     """
@@ -42,7 +44,7 @@ def dequantize(weight: Weight, first: int = 0, last: int | None = None) -> Float
         blocks = np.ascontiguousarray(data).reshape(-1, size)
         values = read(blocks).reshape(len(data), inputs)
     else:
-        values = _floats(weight.format, data).reshape(len(data), inputs)
+        values = _floats(weight.format, data).reshape(len(data), *weight.shape[1:])
     if weight.order is None:
         return values
     ordered = np.empty_like(values)
@@ -244,6 +246,37 @@ def _iq4_xs(b: Bytes) -> Float32:
     return _iq4_xs_scales(b)[:, :, None] * levels
 
 
+def ternary_blocks(format: WeightFormat, data: Bytes) -> tuple[Float32, Bytes]:
+    """d [blocks, 1] and numbers [blocks, 256] of TQ1_0 and TQ2_0: w = d * (number - 1).
+
+    TQ1_0 has five digits of base 3 in a byte, as a fraction of 256: runs of 32 bytes, of 16, and
+    four digits in each of 4.
+    """
+    size = _FORMATS[format][0]
+    b = np.ascontiguousarray(data).reshape(-1, size)
+    if format is WeightFormat.TQ2_0:
+        return _half(b, 64), _pairs(b[:, :64])
+    runs = ((0, 32, 5), (32, 48, 5), (48, 52, 4))
+    digits = [_ternary(b[:, begin:end], count) for begin, end, count in runs]
+    return _half(b, 52), np.concatenate(digits, axis=1)
+
+
+def _tq(format: WeightFormat) -> Callable[[Bytes], Float32]:
+    def read(b: Bytes) -> Float32:
+        d, numbers = ternary_blocks(format, b)
+        return d * (numbers.astype(np.float32) - 1)
+
+    return read
+
+
+def _ternary(fractions: Bytes, digits: int) -> Bytes:
+    """[blocks, digits · bytes]: the first digit of each byte, then the second of each, …"""
+    powers = (3 ** np.arange(digits)).astype(np.uint8)
+    left = fractions[:, None, :] * powers[:, None]  # whole parts are dropped
+    found: Bytes = (left.astype(np.uint16) * 3 >> 8).astype(np.uint8)
+    return found.reshape(len(fractions), -1)
+
+
 def _d(blocks: Bytes) -> Float32:
     return _half(blocks, 0)
 
@@ -263,8 +296,12 @@ _FORMATS: dict[WeightFormat, tuple[int, Callable[[Bytes], Float32]]] = {
     WeightFormat.IQ4_NL: (18, _iq4_nl),
     WeightFormat.IQ4_XS: (136, _iq4_xs),
     WeightFormat.MXFP4: (17, _mxfp4),
+    WeightFormat.TQ1_0: (54, _tq(WeightFormat.TQ1_0)),
+    WeightFormat.TQ2_0: (66, _tq(WeightFormat.TQ2_0)),
+    **{format: (grid.block_bytes, grid.dequantize) for format, grid in GRID_FORMATS.items()},
 }
-_SCALES: dict[WeightFormat, Callable[[Bytes], Float32]] = dict.fromkeys(_FORMATS, _d) | {
+_SCALES: dict[WeightFormat, Callable[[Bytes], Float32]] = {
+    **dict.fromkeys(_FORMATS, _d),
     WeightFormat.Q2_K: _q2_k_scales,
     WeightFormat.Q3_K: _q3_k_scales,
     WeightFormat.Q4_K: lambda b: _k4_scales(b)[0],
@@ -272,4 +309,7 @@ _SCALES: dict[WeightFormat, Callable[[Bytes], Float32]] = dict.fromkeys(_FORMATS
     WeightFormat.Q6_K: _q6_k_scales,
     WeightFormat.IQ4_XS: _iq4_xs_scales,
     WeightFormat.MXFP4: _mxfp4_scale,
+    WeightFormat.TQ1_0: lambda b: _half(b, 52),
+    WeightFormat.TQ2_0: lambda b: _half(b, 64),
+    **{format: grid.steps for format, grid in GRID_FORMATS.items()},
 }

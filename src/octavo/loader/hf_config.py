@@ -8,6 +8,7 @@ keys that it passes over are passed over; those that mean something elsewhere ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import sqrt
 from typing import Any, NoReturn
 
@@ -42,7 +43,7 @@ ACTIVATIONS = {
     "gelu_fast": Activation.GELU_TANH,
     "gelu_accurate": Activation.GELU_TANH,
 }
-LAYER_TYPES = {FULL: False, SLIDING: True, "attention": False}  # whether it has a window
+LAYER_TYPES = {FULL: FULL, SLIDING: SLIDING, "attention": FULL}
 # Keys that every model class reads beside its own, and what they must not be.
 REFUSED: dict[str, Callable[[Any], bool]] = {
     "per_layer_config": lambda value: value is not None,
@@ -169,7 +170,7 @@ class _Reader:
             "num_heads": self.heads,
             "num_kv_heads": self.count("num_key_value_heads"),
             "head_dim": self.head_dim,
-            "intermediate_size": self.count("intermediate_size"),
+            "intermediate_size": self.feed_forward(),
             "norm_eps": self.section.real(self.family.eps.hf),
             "activation": self.activation(),
             "attention_scale": 1.0 / sqrt(self.head_dim),
@@ -204,17 +205,29 @@ class _Reader:
         else:
             rope = local = self.rope(ropes)
         window = self.window() if self.has("sliding_window") else None
-        types = [window is not None] * self.num_layers
+        types = [SLIDING if window is not None else FULL] * self.num_layers
         if self.has("layer_types"):
             types = self.layer_types()
-            if any(types) and window is None and not self.kind.null_window:
+            if SLIDING in types and window is None and not self.kind.null_window:
                 key = "use_sliding_window"
                 why = f"{key} is false" if self.has(key) else "sliding_window is null"
                 self.fail(f"layer_types has {SLIDING}, but {why}")
+        kinds = {
+            FULL: Layer(rope),
+            SLIDING: Layer(local, window),
+        }
+        if (recurrent := self.family.recurrent) is not None and recurrent.layer_type in types:
+            kinds[recurrent.layer_type] = Layer(rope, recurrence=recurrent.hf(self.count))
         return tuple(
-            Layer(local if sliding else rope, window if sliding else None, experts)
-            for sliding, experts in zip(types, self.experts(), strict=True)
+            replace(kinds[kind], experts=experts)
+            for kind, experts in zip(types, self.experts(), strict=True)
         )
+
+    def feed_forward(self) -> int:
+        """The width of feed-forward layers."""
+        if self.kind.feed_forward is None:
+            return self.count("intermediate_size")
+        return self.kind.feed_forward(self.section)
 
     def experts(self) -> list[Experts | None]:
         """The experts of each layer; those of the class that has any are in every layer, but for
@@ -243,15 +256,19 @@ class _Reader:
         """``sliding_window``: null is none."""
         return None if self.values["sliding_window"] is None else self.count("sliding_window")
 
-    def layer_types(self) -> list[bool]:
-        """Which layers have a window."""
+    def layer_types(self) -> list[str]:
+        """The type of each layer: one of hf_type's, or that of the family's recurrent layers."""
+        known = dict(LAYER_TYPES)
+        if (recurrent := self.family.recurrent) is not None:
+            known[recurrent.layer_type] = recurrent.layer_type
         types = self.values["layer_types"]
         if not isinstance(types, list) or len(types) != self.num_layers:
             self.fail(f"layer_types is not a list of {self.num_layers} types")
         for kind in types:
-            if not isinstance(kind, str) or kind not in LAYER_TYPES:
-                self.fail(f"layer type {kind!r} is not supported, only {FULL} and {SLIDING}")
-        return [LAYER_TYPES[kind] for kind in types]
+            if not isinstance(kind, str) or kind not in known:
+                names = " and ".join(sorted(set(known.values())))
+                self.fail(f"layer type {kind!r} is not supported, only {names}")
+        return [known[kind] for kind in types]
 
     def biases(self) -> frozenset[str]:
         """The projections with a bias."""
@@ -358,6 +375,8 @@ class _Reader:
 
     def activation(self) -> Activation:
         key = activation_key(self.kind)
+        if not key:
+            return Activation.SILU
         name = self.section.text(key)
         if self.family.activation is Activation.SWIGLU_CLAMPED:
             return self.family.activation  # its class has the key, and its model does not heed it
@@ -386,7 +405,9 @@ def kind_of(file: dict[str, Any]) -> HfType:
 
 
 def activation_key(kind: HfType) -> str:
-    return "hidden_act" if "hidden_act" in kind.defaults else "hidden_activation"
+    """The key of the activation; "": the class has none, and its models have SiLU."""
+    keys = ("hidden_act", "hidden_activation")
+    return next((key for key in keys if key in kind.defaults), "")
 
 
 def _others(kind: HfType) -> set[str]:

@@ -47,6 +47,7 @@ def completed(
             for key, value in file.items()
             if (key in kind.defaults) == known
         }
+    values |= {key: file[old] for old, key in kind.renamed.items() if old in file}
     section = Section(fail, values)
     for key, rule in kind.computed.items():
         if rule.always or values.get(key) is None:

@@ -19,9 +19,11 @@ from octavo.loader.pull import known_at
 from octavo.loader.tokenizer import BpeTokenizer
 from octavo.models.config import ModelConfig
 from octavo.models.families import FAMILIES, program
+from octavo.models.family import Family
 
 # Tensors that are read into the ModelConfig and are no weights of the Program.
 _CONFIG_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+_LAYER = re.compile(r"^layers\.\d+\.")
 # A tensor an expert, as files had them before there was one for all.
 _OLD_EXPERT = re.compile(r"(layers\.\d+\.ffn_(?:gate|up|down))(\.\d+)")
 _STACKED_BIAS = re.compile(r"(layers\.\d+\.ffn_(?:gate|up|down)_exps)\.bias")
@@ -73,23 +75,30 @@ def _release(file: GgufFile) -> None:
     trim_heap()
 
 
-def role(tensor: str) -> str:
+def role(tensor: str, family: Family) -> str:
     """``blk.3.attn_q.weight`` → ``layers.3.attn_q``; biases keep their ending."""
     name = re.sub(r"^blk\.", "layers.", tensor).removesuffix(".weight")
-    return _OLD_EXPERT.sub(r"\1_exps\2", name)
+    own = {called: role for role, called in family.gguf_names.items()}
+    return own.get(name, _OLD_EXPERT.sub(r"\1_exps\2", name))
+
+
+def parts_of(role: str) -> tuple[str, str]:
+    """``layers.3.attn_q`` → (``layers.3.``, ``attn_q``)."""
+    part = _LAYER.sub("", role)
+    return role.removesuffix(part), part
 
 
 def _by_role(
     file: GgufFile, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, Weight]:
     weights: dict[str, Weight] = {}
-    fused = FAMILIES[config.family].gguf_fusions
+    family = FAMILIES[config.family]
     for name in file.tensors:
         if name in _CONFIG_TENSORS:
             continue
-        weight, key = file.weight(name), role(name)
-        prefix, _, part = key.rpartition(".")
-        roles = [f"{prefix}.{each}" for each in fused.get(part, ())]
+        weight, key = file.weight(name), role(name, family)
+        prefix, part = parts_of(key)
+        roles = [prefix + each for each in family.gguf_fusions.get(part, ())]
         rows = [shapes[each][0] for each in roles if each in shapes]
         if match := _STACKED_BIAS.fullmatch(key):
             try:
@@ -98,7 +107,7 @@ def _by_role(
                 file.fail(str(error))
         elif part in STACKS:
             try:
-                found = experts(prefix, part, weight, config)
+                found = experts(prefix.removesuffix("."), part, weight, config)
             except ValueError as error:
                 file.fail(str(error))
         # An ffn_up of its usual size is no fused one.

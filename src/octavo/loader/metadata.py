@@ -24,9 +24,10 @@ PROJECTIONS = (
     "ffn_gate_inp",
 )
 # Keys that may have a number for each layer, where llama.cpp takes one for all, too.
+KV_HEADS = "attention.head_count_kv"
 PER_LAYER = (
     "attention.head_count",
-    "attention.head_count_kv",
+    KV_HEADS,
     "feed_forward_length",
     "expert_feed_forward_length",
     "expert_used_count",
@@ -54,7 +55,7 @@ class _Reader:
         file = self.file
         hidden = self.positive("embedding_length")
         heads = self.positive("attention.head_count")
-        kv_heads = self.positive("attention.head_count_kv", heads)
+        kv_heads = self.positive(KV_HEADS, heads)
         if not self.has("attention.key_length") and hidden % heads:
             self.fail("embedding_length", f"is not a multiple of attention.head_count {heads}")
         head_dim = self.positive("attention.key_length", hidden // heads)
@@ -83,7 +84,8 @@ class _Reader:
             "norm_eps": self.real(self.family.eps.gguf),
             "attention_scale": self.real("attention.scale", 0.0) or scale,
             "layers": tuple(
-                replace(layer, experts=self.experts) for layer in self.layers(num_layers, head_dim)
+                replace(layer, experts=self.experts)
+                for layer in self.with_recurrences(self.layers(num_layers, head_dim))
             ),
             "context_length": self.context,  # as the rotary scaling has it
             "biases": frozenset(n for n in PROJECTIONS if f"blk.0.{n}.bias" in file.tensors),
@@ -125,6 +127,18 @@ class _Reader:
         if self.family.windows is None:
             return (Layer(rope),) * count
         return self.windowed_layers(count, rope, self.family.windows)
+
+    def with_recurrences(self, layers: tuple[Layer, ...]) -> list[Layer]:
+        """The layers, of which those without KV heads are recurrent."""
+        recurrent = self.family.recurrent
+        heads = self.file.metadata.get(self.prefix + KV_HEADS)
+        if recurrent is None or not isinstance(heads, np.ndarray):
+            return list(layers)
+        shape = recurrent.gguf(self.positive)
+        return [
+            Layer(layer.rope, recurrence=shape) if none else layer
+            for layer, none in zip(layers, heads == 0, strict=True)
+        ]
 
     # ── Rotary positions and windows ────────────────────────────────────────────────────────────
 
@@ -272,7 +286,9 @@ class _Reader:
         count = self.positive("block_count")
         if values.dtype.kind not in "iu" or values.shape != (count,):
             self.fail(key, f"is not one integer for each of {count} layers")
-        if (values != values[0]).any():
+        if key == KV_HEADS and self.family.recurrent is not None:
+            values = values[values != 0]  # of a recurrent layer
+        if len(np.unique(values)) != 1:
             self.fail(key, "differs from layer to layer, which is not supported")
         return int(values[0])
 

@@ -49,7 +49,7 @@ class Builder:
         self.ops: list[Op] = []
         self.weights: dict[str, tuple[int, ...]] = {}
         self.eps = c.norm_eps
-        self._index = 0
+        self.index = 0  # of the current layer
         self._prefix = ""
         self._layer: Layer | None = None
 
@@ -64,7 +64,7 @@ class Builder:
     def layers(self) -> Iterator[Layer]:
         """Yield the config's layers; what is written meanwhile belongs to the current one."""
         for index, layer in enumerate(self.config.layers):
-            self._index, self._prefix, self._layer = index, f"layers.{index}.", layer
+            self.index, self._prefix, self._layer = index, f"layers.{index}.", layer
             yield layer
         self._prefix, self._layer = "", None
 
@@ -112,7 +112,7 @@ class Builder:
         c, (kv_heads, head_dim) = self.config, self.config.heads_of(layer)
         q, k, v, attn = map(self.value, ("q", "k", "v", "attn"))
         if layer.shares is None:
-            source = self._index
+            source = self.index
             self.append(RopeAndStoreKv(q, k, v, source, kv_heads, head_dim, layer.rope))
         else:
             source = layer.shares

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from octavo.models.config import Activation, ModelConfig
 from octavo.models.hf_type import HfType, HfWrapper
 from octavo.models.program import Program
+from octavo.models.recurrence_shape import RecurrenceShape
 
 QKV = frozenset({"attn_q", "attn_k", "attn_v"})
 ATTENTION = QKV | {"attn_output"}
@@ -114,6 +115,19 @@ class Fixed(NamedTuple):
     otherwise: str = ""  # what that means, for the refusal
 
 
+class RecurrentLayers(NamedTuple):
+    """Layers of another kind than attention: what files call them, and the numbers of their shape.
+
+    Readers hand in what gives the number of a key.
+    """
+
+    layer_type: str  # in config.json's ``layer_types``
+    hf: Callable[[Callable[[str], int]], RecurrenceShape]
+    gguf: Callable[[Callable[[str], int]], RecurrenceShape]
+    hf_keys: Callable[[Any], Mapping[str, Any]]  # of a shape, which is as `hf` makes it
+    gguf_keys: Callable[[Any], Mapping[str, int]]
+
+
 RMS_EPS = Key("norm_eps", "rms_norm_eps", "attention.layer_norm_rms_epsilon")
 
 
@@ -137,6 +151,7 @@ class Family:
     eps: Key = RMS_EPS
     keys: tuple[Key, ...] = ()  # numbers that not all families have
     fixed: tuple[Fixed, ...] = ()
+    recurrent: RecurrentLayers | None = None
     embedding_root: bool = False  # embeddings are multiplied by the root of hidden_size
     sinks: bool = False  # attention has a sink a head
     experts: Mapping[str, Any] = field(
@@ -162,6 +177,7 @@ class Family:
 
     # GGUF
     architecture: str = ""  # if it is not called as here
+    gguf_names: Mapping[str, str] = field(default_factory=dict)  # of roles with another name there
     activation: Activation = Activation.SILU
     interleaved: bool = False  # q and k are permuted so that neighbours are rotated together
     windows: Windows | None = None

@@ -75,6 +75,10 @@ class HfType:
     defaults: Mapping[str, Any]
     computed: Mapping[str, Rule] = field(default_factory=dict)  # by key
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys
+    # Keys of older files, which overrule those that they are now.
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    # The width of feed-forward layers, if the model makes another of it than intermediate_size.
+    feed_forward: Callable[[Section], int] | None = None
     # The rope types that the class knows, and the one that it computes for each.
     rope_types: Mapping[str, str] = field(default_factory=lambda: ROPE_TYPES)
     # The default of rope_theta by layer type, or that of all layers as "".

@@ -17,12 +17,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.models.config import Activation, Experts, ModelConfig, Rope
+
+if TYPE_CHECKING:
+    from octavo.models.recurrence import Recurrence
 
 Float32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.integer]
@@ -33,7 +36,7 @@ QUERIES = 256  # whose scores are held at a time: a long sequence needs no squar
 
 
 class KeyValues(Protocol):
-    """Where the tokens stand, and what they attend to."""
+    """Where the tokens stand, what they attend to, and what those before have left."""
 
     def positions(self, tokens: int) -> Ids:
         """Return the positions of the values' tokens."""
@@ -45,6 +48,12 @@ class KeyValues(Protocol):
 
     def attend(self, queries: Float32, op: PagedAttention, sinks: Float32 | None = None) -> Float32:
         """Return what the queries find among all keys of their own sequence."""
+        ...
+
+    def recur(self, op: Recurrence, weights: Mapping[str, Float32], rows: Float32) -> Float32:
+        """Return what tokens find in the states of their own sequences, which they change.
+        ``rows`` [sequences, tokens, width] are the op's values side by side.
+        """
         ...
 
 
@@ -87,6 +96,7 @@ class Op(ABC):
     """
 
     __slots__ = ()
+    crosses_tokens: ClassVar[bool] = False  # a token's result depends on those before it
     READS: ClassVar[tuple[str, ...]] = ("x",)
     WRITES: ClassVar[tuple[str, ...]] = ("out",)
 
@@ -134,12 +144,11 @@ class Program:
     weights: Shapes
 
     @property
-    def last_attention(self) -> int:
-        """The index of the last attention, else 0. Only rows that want logits go through the ops
-        after it.
+    def last_crossing(self) -> int:
+        """The index of the last op in which a token depends on others, else 0. Only rows that want
+        logits go through the ops after it.
         """
-        attention = (i for i, op in enumerate(self.ops) if isinstance(op, PagedAttention))
-        return max(attention, default=0)
+        return max((i for i, op in enumerate(self.ops) if op.crosses_tokens), default=0)
 
     def roles(self, op: Op) -> tuple[str, ...]:
         """Return the roles of an op's weights."""
@@ -245,6 +254,27 @@ class Add(RowOp):
 
     def compute(self, at: Evaluation) -> None:
         at.values[self.out] = at.values[self.x] + at.values[self.y]
+
+
+@dataclass(frozen=True, slots=True)
+class Multiply(RowOp):
+    """out = x * y."""
+
+    READS = ("x", "y")
+    label = "multiply"
+
+    x: str
+    y: str
+    out: str
+
+    def row_function(self) -> RowFunction:
+        return RowFunction("multiply")
+
+    def work(self, program: Program) -> Work:
+        return Work(program.widths[self.x])
+
+    def compute(self, at: Evaluation) -> None:
+        at.values[self.out] = at.values[self.x] * at.values[self.y]
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,6 +496,7 @@ class PagedAttention(Op):
     """
 
     READS = ("q",)
+    crosses_tokens = True
 
     q: str
     out: str

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from octavo.loader import load
+from octavo.models.config import ModelConfig
 from octavo.tools.quantize.hf_model import places
 from octavo.tools.quantize.quantize_checkpoint import WORK
 from oracle.tiny_folders import FAMILIES, folder, gguf_file, gguf_labels
@@ -72,19 +73,21 @@ def test_folders_of_every_family(name: str, tmp_path: Path) -> None:
     make(source, tmp_path / "out", bits=8, symmetric=True, group=None)
     before, after = load(source), load(tmp_path / "out")
     assert after.config == type(after.config)(**{**config_of(before), "name": after.config.name})
-    assert_near(logits_of(after), logits_of(before), sparse=before.config.experts is not None)
+    assert_near(logits_of(after), logits_of(before), before.config)
 
 
-def assert_near(got: Float32, expected: Float32, *, sparse: bool) -> None:
+def assert_near(got: Float32, expected: Float32, config: ModelConfig) -> None:
     """Rounded to 8 bits; a row or a norm out of place changes everything. Where there are experts,
-    a token may go to others."""
+    a token may go to others; recurrent layers multiply what several rounded matrices give."""
+    recurrent = any(layer.recurrence is not None for layer in config.layers)
+    most = 0.1 if recurrent else 0.04
     error = np.abs(got - expected) / expected.std()
     print(f"mean {error.mean():.3f}, most {error.max():.3f}")
-    if sparse:
-        assert np.median(error) < 0.04
+    if config.experts is not None:
+        assert np.median(error) < most
     else:
-        assert error.mean() < 0.04
-        assert error.max() < 0.6
+        assert error.mean() < most
+        assert error.max() < 15 * most
 
 
 def config_of(checkpoint: object) -> dict[str, object]:
@@ -100,7 +103,7 @@ def test_gguf_files_of_every_family(name: str, tmp_path: Path) -> None:
         make(source, tmp_path / label, bits=8, symmetric=True, group=None)
         before, after = load(source), load(tmp_path / label)
         # Embeddings have become bfloat16.
-        assert_near(logits_of(after), logits_of(before), sparse=before.config.experts is not None)
+        assert_near(logits_of(after), logits_of(before), before.config)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

@@ -1,15 +1,15 @@
 """From a Program to what the native runtime runs: regions between which all threads meet.
 
 Some kinds of op cross the rows or columns that a thread works on, and need a meeting before and
-after: linear layers, attention, logits and experts. All others are row-wise, and neighbours among
-them run as one region, row by row. On the way:
+after: linear layers, attention, recurrences, logits and experts. All others are row-wise, and
+neighbours among them run as one region, row by row. On the way:
 
 - linear layers that share an input become one region, and share its prepared form;
 - a linear layer whose output is only added to the residual stream accumulates into it;
 - with many rows, threads share them out instead of a layer's columns, and each takes its own
   through the regions between one attention and the next without meeting the others: values that
   live there only are kept for a few rows a thread, in its cache;
-- after the last attention, only the rows that want logits are computed;
+- after the last attention or recurrence, only the rows that want logits are computed;
 - the experts' inputs are sorted by expert first, so that each runs over rows that lie side by side;
 - values whose lifetimes do not overlap share memory, and element-wise ops work in place.
 
@@ -27,6 +27,7 @@ from octavo import _native
 from octavo.loader.base import CheckpointError, WeightFormat
 from octavo.models import program as model
 from octavo.models.config import Experts, Rope
+from octavo.models.recurrence import GatedDelta, Mamba2, Recurrence, ShortConv
 
 ALIGNMENT = 64  # bytes
 FLOAT_BYTES = 4
@@ -71,11 +72,18 @@ class Place(NamedTuple):
     layer: int
 
 
+class StatePlace(NamedTuple):
+    """A recurrent layer, which the runtime knows by the parts of its state."""
+
+    layer: int
+
+
 class LoweredStep(NamedTuple):
     """An object of the runtime (kernels/runtime.h) before all buffers have their offsets.
 
     ``args`` are those of its constructor. In place of a value it has a `View`, of prepared rows a
-    `Buffer`, and of the runtime's numbers a `WeightRef`, `Place`, `Rope` or `Experts`.
+    `Buffer`, and of the runtime's numbers a `WeightRef`, `Place`, `StatePlace`, `Rope` or
+    `Experts`.
     """
 
     kind: Callable[..., Any]
@@ -168,7 +176,7 @@ class _Lowering:
         keep_hidden: bool,
     ) -> None:
         self.keep_hidden = keep_hidden
-        self.last_attention = program.last_attention
+        self.last_crossing = program.last_crossing
         self.formats = formats
         self.kernels = kernels
         self.orders = orders
@@ -190,7 +198,7 @@ class _Lowering:
                 i += self._row_function(i, op)
             else:
                 i += LOWERINGS[type(op)](self, i, op)
-            if not self.selected and i > self.last_attention:
+            if not self.selected and i > self.last_crossing:
                 self._select(i)
         stretches = _stretches(self.regions)
         for buffer in self.buffers:
@@ -387,6 +395,19 @@ class _Lowering:
         self._region(name, (i,), _native.AttentionRegion, *args)
         return 1
 
+    def _recurrence(self, i: int, op: Recurrence) -> int:
+        """Emit a region for the op, and one that stores what its convolution has read, when nobody
+        needs the old inputs any more.
+        """
+        x, *gates = (self.views[value] for value in self.uses[i].reads)
+        bias = -1 if op.bias is None else WeightRef(op.bias)
+        args = _shape(op), StatePlace(op.layer), x, gates, WeightRef(op.weight), bias
+        layer = LoweredStep(_native.RecurrentLayer, args)
+        out = self._new_after_rows(i)
+        self._region(op.label, (i,), _native.RecurrentRegion, layer, out)
+        self._region(f"{op.label}'s inputs", (), _native.HistoryRegion, layer)
+        return 1
+
     def _route(self, i: int, op: model.Route) -> int:
         self._rows()
         bias, factors = (-1 if role is None else WeightRef(role) for role in (op.bias, op.factors))
@@ -504,6 +525,20 @@ def _names(ops: Iterable[model.Linear | model.ExpertLinear]) -> str:
     return "+".join(op.weight.rpartition(".")[2] for op in ops)
 
 
+def _shape(op: Recurrence) -> LoweredStep:
+    """Return a recurrence's shape as the runtime has it."""
+    match op:
+        case GatedDelta(shape=s):
+            sizes = s.key_heads, s.value_heads, s.key_dim, s.value_dim, s.tiled
+            return LoweredStep(_native.DeltaShape, sizes)
+        case Mamba2(shape=m):
+            vectors = WeightRef(op.a), WeightRef(op.d)
+            return LoweredStep(
+                _native.MambaShape, (m.heads, m.head_dim, m.state, m.groups, *vectors)
+            )
+    return LoweredStep(_native.ShortConvShape, ())
+
+
 # How the ops are lowered that are no `RowOp`.
 LOWERINGS: dict[type[model.Op], Callable[[_Lowering, int, Any], int]] = {
     model.Embed: _Lowering._embed,
@@ -513,6 +548,9 @@ LOWERINGS: dict[type[model.Op], Callable[[_Lowering, int, Any], int]] = {
     model.RopeAndStoreKv: _Lowering._rope,
     model.RotateQueries: _Lowering._rotate,
     model.PagedAttention: _Lowering._attention,
+    ShortConv: _Lowering._recurrence,
+    GatedDelta: _Lowering._recurrence,
+    Mamba2: _Lowering._recurrence,
     model.Route: _Lowering._route,
     model.ExpertLinear: _Lowering._expert_linears,
     model.Combine: _Lowering._combine,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from octavo import _native
 from octavo.executor.cost import Arithmetic, CostModel
+from octavo.executor.native.held_form import held_form
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import CheckpointError, Weight, WeightFormat
 from octavo.models.program import Program, RowOp
@@ -27,7 +28,8 @@ def held_bytes(weight: Weight, isa: str | None = None) -> int:
             f"tensor {weight.name!r} has {weight.shape[1]} inputs; "
             f"kernels take multiples of {_INPUTS} in {weight.format.name}"
         )
-    return _native.packed_bytes(int(weight.format), *weight.shape, tier_name(isa), weight.group)
+    held = held_form(weight)
+    return _native.packed_bytes(int(held.format), *weight.shape, tier_name(isa), held.group)
 
 
 def scaled_bytes(program: Program) -> dict[str, int]:

@@ -24,6 +24,7 @@ from octavo.models.program import (
     Values,
     attend,
 )
+from octavo.models.recurrence import Recurrence
 
 
 class WholeSequences:
@@ -45,6 +46,9 @@ class WholeSequences:
 
     def attend(self, queries: Float32, op: PagedAttention, sinks: Float32 | None = None) -> Float32:
         return attend(queries, *self._stored[op.layer], op, sinks=sinks)
+
+    def recur(self, op: Recurrence, weights: Mapping[str, Float32], rows: Float32) -> Float32:
+        return np.stack([op.advance(weights, each, op.initial)[0] for each in rows])
 
 
 def logits(program: Program, weights: Mapping[str, Float32], token_ids: Ids) -> Float32:

@@ -14,6 +14,7 @@ from octavo.loader.base import Checkpoint
 from octavo.loader.bind import STACKS
 from octavo.loader.files import map_file
 from octavo.loader.gguf_split import open_gguf
+from octavo.loader.loader import parts_of
 from octavo.loader.loader import role as role_of
 from octavo.models.families import FAMILIES
 from octavo.tools.quantize.gguf_writer import (
@@ -38,9 +39,10 @@ _HEADER = 24  # bytes: magic, version, tensors, keys
 def copied(checkpoint: Checkpoint, recipe: Recipe) -> Content:
     """``checkpoint`` is of a GGUF file, split or whole."""
     file, kind = open_gguf(checkpoint.path), recipe.scheme.kind
+    family = FAMILIES[checkpoint.config.family]
     tensors, matrices = [], 0
     for name, info in file.tensors.items():
-        role = role_of(name)
+        role = role_of(name, family)
         weight = checkpoint.weights.get(role)
         if roles := _quantized(checkpoint, recipe, name, info.shape):
             tensors.append(matrix(name, info.shape, kind, roles))
@@ -71,13 +73,13 @@ def _quantized(
     checkpoint: Checkpoint, recipe: Recipe, name: str, shape: tuple[int, ...]
 ) -> tuple[str, ...]:
     """The roles of the layers' quantized matrices that a tensor is made of, or none."""
-    role, weights = role_of(name), checkpoint.weights
-    prefix, _, part = role.rpartition(".")
-    fused = FAMILIES[checkpoint.config.family].gguf_fusions
-    members = tuple(f"{prefix}.{each}" for each in fused.get(part, ()))
+    family, weights = FAMILIES[checkpoint.config.family], checkpoint.weights
+    role = role_of(name, family)
+    prefix, part = parts_of(role)
+    members = tuple(prefix + each for each in family.gguf_fusions.get(part, ()))
     rows = [weights[member].shape[0] for member in members if member in weights]
     if part in STACKS and len(shape) == 3:
-        members = tuple(f"{prefix}.{each}.{e}" for e in range(shape[0]) for each in STACKS[part])
+        members = tuple(f"{prefix}{each}.{e}" for e in range(shape[0]) for each in STACKS[part])
     elif not members or len(rows) != len(members) or sum(rows) != shape[0]:
         members = (role,) if role.startswith("layers.") and role in weights else ()
     return members if all(recipe.of(each, weights[each].shape) for each in members) else ()

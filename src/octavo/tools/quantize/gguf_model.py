@@ -22,7 +22,8 @@ from octavo.loader.chat_template import JinjaChatTemplate
 from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_config import text_config
 from octavo.loader.hf_folder import HfFolder
-from octavo.loader.loader import load_gguf
+from octavo.loader.loader import load_gguf, parts_of
+from octavo.loader.metadata import KV_HEADS
 from octavo.models.config import LongRope, ModelConfig, Rope
 from octavo.models.families import FAMILIES
 from octavo.models.rope import yarn_magnitude
@@ -96,7 +97,7 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
         "embedding_length": c.hidden_size,
         "feed_forward_length": c.intermediate_size,
         "attention.head_count": c.num_heads,
-        "attention.head_count_kv": c.num_kv_heads,
+        KV_HEADS: c.num_kv_heads,
         "attention.key_length": c.head_dim,
         "attention.value_length": c.head_dim,
         family.eps.gguf: c.norm_eps,
@@ -118,6 +119,11 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
     for number in family.gguf_keys:
         if (x := getattr(c, number.field)) or number.default:
             found[number.gguf] = number.form.write(float(x))
+    if family.recurrent is not None:
+        none = [layer.recurrence is not None for layer in c.layers]
+        found[KV_HEADS] = np.where(none, 0, c.num_kv_heads).astype(np.int32)
+        shape = next((each.recurrence for each in c.layers if each.recurrence is not None), None)
+        found |= {} if shape is None else family.recurrent.gguf_keys(shape)
     if c.experts is not None:
         found |= {"expert_count": c.experts.count, "expert_used_count": c.experts.chosen}
         found[family.expert_size] = c.experts.intermediate_size
@@ -194,17 +200,17 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
     for role, weight in weights.items():
         if role in done:
             continue
-        prefix, _, part = role.rpartition(".")
+        prefix, part = parts_of(role)
+        stack = part.partition(".")[0]  # layers.3.ffn_up_exps.0
         roles = [role]
         if not role.startswith("layers."):
-            name, scheme = f"{role}.weight", recipe.of(role, weight.shape)
+            called = family.gguf_names.get(role, role)
+            name, scheme = f"{called}.weight", recipe.of(role, weight.shape)
             found.append(rounded(name, weight, scheme) if scheme else _kept(name, weight))
             continue
-        own = role.removesuffix(".bias")
-        stack = own.rpartition(".")[0]
-        if stack.partition(".")[2].partition(".")[2] in STACKS:  # layers.3.ffn_up_exps.0
+        if stack in STACKS:
             assert config.experts is not None
-            ending = role.removeprefix(own)
+            stack, ending = prefix + stack, ".bias" if part.endswith(".bias") else ""
             roles = [f"{stack}.{index}{ending}" for index in range(config.experts.count)]
             shape = (len(roles), *weight.shape)
             if ending:
@@ -213,16 +219,21 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
                 found.append(matrix(_name(stack), shape, kind, roles))
         elif recipe.of(role, weight.shape) is None:
             order = row_order(config, role, interleaved=family.interleaved)
-            found.append(changed(_name(role), role, weight, order))
+            found.append(changed(_name(role), role, _flat(weight), order))
         else:
             if part in fused:
-                role = f"{prefix}.{fused[part].gguf}"
-                roles = [f"{prefix}.{each}" for each in fused[part].parts]
+                role = prefix + fused[part].gguf
+                roles = [prefix + each for each in fused[part].parts]
             rows = sum(weights[each].shape[0] for each in roles)
             orders = [row_order(config, each, interleaved=family.interleaved) for each in roles]
             found.append(matrix(_name(role), (rows, weight.shape[1]), kind, roles, orders))
         done.update(roles)
     return found
+
+
+def _flat(weight: Weight) -> Weight:
+    """A convolution [channels, 1, taps] as GGUF has it, [channels, taps]."""
+    return weight._replace(shape=weight.shape[::2]) if len(weight.shape) == 3 else weight
 
 
 def _name(role: str) -> str:

@@ -68,7 +68,9 @@ def places(config: ModelConfig, roles: list[str]) -> Iterator[HfModule]:
 
 def module_of(family: Family, part: str) -> str:
     """What a folder calls a role of a layer: ``ffn_up_exps.3`` → ``mlp.experts.3.up_proj``."""
-    name, _, expert = part.partition(".")
+    name, _, expert = part.rpartition(".")
+    if not expert.isdecimal():
+        name, expert = part, ""
     return {**MODULES, **family.modules}[name].format(expert)
 
 
@@ -124,7 +126,7 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
-        activation_key(kind): _ACTIVATIONS[c.activation],
+        activation_key(kind) or "hidden_act": _ACTIVATIONS[c.activation],
         "max_position_embeddings": c.context_length,
         family.eps.hf: c.norm_eps,
         "tie_word_embeddings": c.tied_embeddings,
@@ -146,6 +148,10 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
         values["sliding_window"] = next((w for w in windows if w is not None), None)
         if "layer_types" in kind.defaults:
             values["layer_types"] = [FULL if window is None else SLIDING for window in windows]
+    if (recurrent := family.recurrent) is not None:
+        shapes = [layer.recurrence for layer in c.layers]
+        values["layer_types"] = [FULL if each is None else recurrent.layer_type for each in shapes]
+        values |= next((recurrent.hf_keys(each) for each in shapes if each is not None), {})
     for number in family.keys:
         if number.hf:
             x = getattr(c, number.field)

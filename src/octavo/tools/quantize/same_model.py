@@ -43,6 +43,8 @@ def _close(a: float, b: float) -> bool:
 def _part(a: Layer, b: Layer) -> str:
     if a.window != b.window:
         return "the window"
+    if a.recurrence != b.recurrence:
+        return "the recurrence"
     return "the experts" if a.experts != b.experts else "the rotary positions"
 
 
@@ -59,7 +61,7 @@ def _same_layer(a: Layer, b: Layer) -> bool:
         and close
         and x.dim == y.dim
         and _same_by_length(x.by_length, y.by_length)
-        and (a.window, a.experts) == (b.window, b.experts)
+        and (a.window, a.experts, a.recurrence) == (b.window, b.experts, b.recurrence)
     )
 
 

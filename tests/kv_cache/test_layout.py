@@ -55,19 +55,21 @@ def test_gemma_layers_make_six_groups_of_three() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_heads_of_one_width_make_the_fewest_equal_groups(name: str) -> None:
     config = Subject.find(name).program.config
+    latent = config.layers[0].latent
     windows: dict[int | None, list[int]] = {}
     for index, layer in enumerate(config.layers):
         windows.setdefault(layer.window, []).append(index)
     size = gcd(*map(len, windows.values()))
+    heads = config.num_kv_heads, config.head_dim
     groups = tuple(
-        KvGroup(tuple(layers[start : start + size]), window, config.num_kv_heads, config.head_dim)
+        KvGroup(tuple(layers[start : start + size]), window, *heads, latent)
         for window, layers in sorted(windows.items(), key=lambda item: item[0] or 0)
         for start in range(0, len(layers), size)
     )
     for dtype in KvDtype:
         layout = KvLayout.of(config, dtype=dtype)
         assert layout.groups == groups
-        token = config.num_kv_heads * dtype.token_bytes(config.head_dim)
+        token = config.num_kv_heads * dtype.token_bytes(config.head_dim, latent)
         assert layout.block_bytes == size * 16 * token
         assert layout.bytes_per_token == len(config.layers) * token
 

@@ -410,8 +410,8 @@ class CostModel:
         last_crossing = program.last_crossing
         for i, op in enumerate(program.ops):
             if isinstance(op, PagedAttention):
-                size = op.kv_heads * self._kv_dtype.token_bytes(op.head_dim)
-                ops = 4 * program.config.num_heads * op.head_dim * products
+                size = op.kv_heads * self._kv_dtype.token_bytes(op.head_dim, op.latent)
+                ops = op.key_ops(program.config.num_heads) * products
                 terms.append(_Attention(op.window, size, ops))
                 continue
             work = op.work(program)

@@ -59,16 +59,20 @@ class KvDtype(StrEnum):
                 "kernel here computes with it; int8 takes about as many bytes"
             )
 
-    def token_bytes(self, head_dim: int) -> int:
-        """Return the bytes of a token's key and value on one head, with their scales."""
+    def token_bytes(self, head_dim: int, latent: bool = False) -> int:
+        """Return the bytes of a token's key and value on one head, with their scales; of a latent,
+        which is both at once, those of the key.
+        """
         match self:
-            case KvDtype.INT8:  # keys in whole words of four; two scales of two bytes
-                return -(-head_dim // 4) * 4 + head_dim + 4
-            case KvDtype.INT4:  # keys in whole words of eight; two scales and two least values
-                return -(-head_dim // 8) * 4 + head_dim // 2 + 8
+            case KvDtype.INT8:  # keys in whole words of four; a scale each, of two bytes
+                key, value = -(-head_dim // 4) * 4 + 2, head_dim + 2
+            case KvDtype.INT4:  # keys in whole words of eight; a scale and a least value each
+                key, value = -(-head_dim // 8) * 4 + 4, head_dim // 2 + 4
             case KvDtype.FP8:
-                return 2 * head_dim
-        return 4 * head_dim
+                key = value = head_dim
+            case _:
+                key = value = 2 * head_dim
+        return key if latent else key + value
 
 
 _KV_NAMES = {
@@ -86,6 +90,7 @@ class KvKind(NamedTuple):
     window: int | None
     kv_heads: int
     head_dim: int
+    latent: bool = False  # as of `Layer`
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,7 @@ class KvGroup:
     window: int | None  # None: every block of the sequence is kept
     kv_heads: int
     head_dim: int
+    latent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +132,7 @@ class KvLayout:
 
     def token_bytes(self, group: KvGroup) -> int:
         """Return the bytes of a token's keys and values in one layer of a group."""
-        return group.kv_heads * self.dtype.token_bytes(group.head_dim)
+        return group.kv_heads * self.dtype.token_bytes(group.head_dim, group.latent)
 
     @property
     def bytes_per_token(self) -> int:
@@ -176,7 +182,8 @@ def layers_by_kind(config: ModelConfig) -> dict[KvKind, list[int]]:
     layers: dict[KvKind, list[int]] = {}
     for index, layer in enumerate(config.layers):
         if layer.shares is None and layer.recurrence is None:
-            layers.setdefault(KvKind(layer.window, *config.heads_of(layer)), []).append(index)
+            kind = KvKind(layer.window, *config.heads_of(layer), layer.latent)
+            layers.setdefault(kind, []).append(index)
     return layers
 
 
@@ -190,7 +197,7 @@ def lengths_by_kind(
     sizes = [
         (
             counts[kind],
-            kind.kv_heads * dtype.token_bytes(kind.head_dim),
+            kind.kv_heads * dtype.token_bytes(kind.head_dim, kind.latent),
             peak_of_window(kind.window, context, block_size),
         )
         for kind in kinds

@@ -27,7 +27,7 @@ from octavo.models.config import (
     ModelConfig,
     Rope,
 )
-from octavo.models.families import HF_TYPES, HF_WRAPPERS
+from octavo.models.families import HF_TYPES, HF_WRAPPERS, LATENT
 from octavo.models.family import Key
 from octavo.models.hf_type import FULL, SLIDING, HfType
 from octavo.models.section import Section
@@ -116,6 +116,10 @@ class _Reader:
         whole = folder.json(CONFIG)
         model_type = Section(self.fail, whole).text("model_type")
         wrapper = HF_WRAPPERS.get(model_type)
+        if model_type in LATENT:
+            self.fail(
+                f"model_type {model_type!r} is not supported: latent attention is planned for only"
+            )
         if model_type not in HF_TYPES and wrapper is None:
             supported = ", ".join((*HF_TYPES, *HF_WRAPPERS))
             self.fail(f"model_type {model_type!r} is not supported; supported are {supported}")

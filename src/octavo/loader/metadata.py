@@ -15,7 +15,7 @@ import numpy as np
 from octavo.loader.base import WeightFormat
 from octavo.loader.gguf import GgufFile
 from octavo.models.config import MAX_LAYERS, UNROTATED, Experts, Layer, LongRope, ModelConfig, Rope
-from octavo.models.families import ARCHITECTURES
+from octavo.models.families import ARCHITECTURES, LATENT
 from octavo.models.family import Family, Windows
 from octavo.models.rope import yarn_factors, yarn_magnitude
 
@@ -38,6 +38,10 @@ LLAMA3_THETA, LLAMA3_CONTEXT = 500000.0, 8192  # of Llama 3, which 3.1 scales
 def model_config(file: GgufFile) -> ModelConfig:
     """The model's shape. Raises `CheckpointError` for what is missing, wrong or unsupported."""
     architecture = file.get("general.architecture", str)
+    if architecture in LATENT:
+        file.fail(
+            f"architecture {architecture!r} is not supported: latent attention is planned for only"
+        )
     if architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         file.fail(f"architecture {architecture!r} is not supported; supported are {supported}")

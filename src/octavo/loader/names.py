@@ -54,6 +54,11 @@ HUB_IDS = {
     "olmo-2-7b": "allenai/OLMo-2-1124-7B-Instruct",
     "olmo-2-13b": "allenai/OLMo-2-1124-13B-Instruct",
     "olmo-2-32b": "allenai/OLMo-2-0325-32B-Instruct",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite-Chat",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
+    "mistral-small-4": "mistralai/Mistral-Small-4-119B-2603",
+    "glm-4.7-flash": "zai-org/GLM-4.7-Flash",
 }
 
 _ENDINGS = ("-hf", "-chat", "-instruct", "-it", "-base")

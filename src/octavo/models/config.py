@@ -125,6 +125,7 @@ class Layer:
     head_dim: int | None = None  # None: the model's
     shares: int | None = None  # an earlier layer, whose keys and values it reads: it has none
     recurrence: RecurrenceShape | None = None  # in place of attention
+    latent: bool = False  # a token's key is its value, too; planned for, and computed by no program
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,11 @@ HF_TYPES: dict[str, tuple[Family, HfType]] = {
 HF_WRAPPERS: dict[str, HfWrapper] = {
     each.model_type: each for family in FAMILIES.values() for each in family.wrappers
 }
+# Model types with latent attention, and GGUF's name for all of them: they are planned for
+# (tools/plan/latent.py) and not computed.
+LATENT = frozenset(
+    {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", "mistral4", "deepseek2"}
+)
 # By GGUF's architecture: dense, with experts, or either, as the file has it.
 ARCHITECTURES: dict[str, list[Family]] = {}
 for _family in FAMILIES.values():

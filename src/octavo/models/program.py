@@ -497,6 +497,7 @@ class PagedAttention(Op):
 
     READS = ("q",)
     crosses_tokens = True
+    latent: ClassVar[bool] = False  # as of `Layer`
 
     q: str
     out: str
@@ -513,6 +514,10 @@ class PagedAttention(Op):
 
     def work(self, program: Program) -> None:
         """Nothing that is the same in any context: `CostModel` counts the keys that are seen."""
+
+    def key_ops(self, num_heads: int) -> int:
+        """Return the operations that a key costs a query of so many heads."""
+        return 4 * num_heads * self.head_dim
 
     def compute(self, at: Evaluation) -> None:
         sinks = None if self.sinks is None else at.weights[self.sinks]

@@ -125,11 +125,15 @@ def test_why_it_does_not_fit() -> None:
 
 
 SIZES = st.integers(1, 100)
-KINDS = st.builds(KvKind, st.none() | st.integers(1, 600), SIZES, st.integers(2, 300))
+WINDOWS, WIDTHS = st.none() | st.integers(1, 600), st.integers(2, 300)
+KINDS = st.builds(KvKind, WINDOWS, SIZES, WIDTHS, st.just(False))
+LATENTS = st.builds(KvKind, WINDOWS, st.just(1), WIDTHS.map(lambda n: 2 * n), st.just(True))
 
 
 @given(
-    layers=st.dictionaries(KINDS, SIZES, min_size=1, max_size=3),
+    layers=st.one_of(
+        st.dictionaries(kinds, SIZES, min_size=1, max_size=3) for kinds in (KINDS, LATENTS)
+    ),
     context=st.integers(1, 1000),
     users=SIZES,
     dtype=st.sampled_from(KvDtype.served()),

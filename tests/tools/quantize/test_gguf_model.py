@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from executor import tiny
 from octavo.executor.reference import evaluate
 from octavo.loader import load
 from octavo.loader.bind import ROUTER
 from octavo.loader.gguf import GgufFile
-from octavo.loader.tokenizer import SPACE, byte_alphabet
+from octavo.loader.tokenizer import SPACE
 from octavo.models import families
 from octavo.models.config import UNROTATED
 from octavo.tools.quantize.ggml_rounding import ggml_round
@@ -26,7 +25,14 @@ from octavo.tools.quantize.layouts import Format, scheme_of
 from octavo.tools.quantize.same_model import difference
 from octavo.tools.quantize.state import QuantizeError
 from oracle.tiny_folders import FAMILIES
-from tools.quantize.quantizing import SAMPLES, logits_of, make, random_folder, weights_of
+from tools.quantize.quantizing import (
+    SAMPLES,
+    logits_of,
+    make,
+    random_folder,
+    speaking,
+    weights_of,
+)
 
 TOKENIZERS = FAMILIES.parent / "tokenizers"
 # What GGUF has no keys for, and says so.
@@ -35,18 +41,6 @@ REFUSED = {
     "mistral": "the window of layer 0 would differ",
     "qwen3moe-dense": r"has no tensor for layers\.0\.ffn_down_exps\.0",
 }
-
-
-def speaking(path: Path) -> Path:
-    """The folder with a tokenizer that GGUF has words for: of single bytes."""
-    size = json.loads((path / "config.json").read_text())["vocab_size"]
-    letters = sorted(byte_alphabet().values())
-    letters += [f"<{index}>" for index in range(size)]
-    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(letters[:size])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(path / "tokenizer.json"))
-    return path
 
 
 NAMES = sorted(path.name for path in FAMILIES.iterdir())

@@ -49,16 +49,17 @@ _NUMBER_BYTES = {
     KvDtype.INT4: Fraction(1, 2),
     KvDtype.FP8: Fraction(1),
 }
-# Of a token on a head: a scale for its key and one for its value, of two bytes each; int4 has a
-# least value beside each.
-_SCALE_BYTES = {KvDtype.INT8: 4, KvDtype.INT4: 8}
+# Of a key or value on a head: a scale of two bytes, and of int4 a least value beside.
+_SCALE_BYTES = {KvDtype.INT8: 2, KvDtype.INT4: 4}
 
 
 # --- the cache -----------------------------------------------------------------------------------
 
 
 class LayerKind(NamedTuple):
-    """Layers that keep the same tokens of a sequence, with as many heads as wide."""
+    """Layers that keep the same tokens of a sequence, with as many heads as wide. A ``latent`` is
+    one key on one head, which is the value, too.
+    """
 
     layers: int
     window: int | None
@@ -67,6 +68,7 @@ class LayerKind(NamedTuple):
     kv_heads: int
     head_dim: int
     layers_per_group: int  # those whose keys and values share a block
+    latent: bool
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ class KvCacheSize:
         ):
             if value < 1:
                 raise ValueError(f"{name} is {value}, below 1")
+        if len({kind.latent for kind in layers}) > 1:
+            raise ValueError("some layers keep latents and others keys and values")
         kinds = tuple(
             LayerKind(
                 layers[kind],
@@ -120,6 +124,7 @@ class KvCacheSize:
                 kind.kv_heads,
                 kind.head_dim,
                 length,
+                kind.latent,
             )
             for kind, length in lengths_by_kind(layers, dtype, longest, block_size).items()
         )
@@ -139,9 +144,19 @@ class KvCacheSize:
         """Whether all layers have as many KV heads, as wide."""
         return len({(kind.kv_heads, kind.head_dim) for kind in self.kinds}) == 1
 
+    @property
+    def latent(self) -> bool:
+        """Whether the layers keep latents; all do, or none."""
+        return self.kinds[0].latent
+
+    @property
+    def _each(self) -> int:
+        """What a token has on a head: key and value, or a latent."""
+        return 1 if self.latent else 2
+
     def token_bytes(self, kind: LayerKind) -> int:
         """Return the bytes of a token in one layer."""
-        return kind.kv_heads * self.dtype.token_bytes(kind.head_dim)
+        return kind.kv_heads * self.dtype.token_bytes(kind.head_dim, kind.latent)
 
     @property
     def token_layers(self) -> int:
@@ -156,7 +171,8 @@ class KvCacheSize:
     @property
     def numbers(self) -> int:
         """Bytes of keys and values themselves."""
-        return int(2 * self._vector_numbers * self.users * _NUMBER_BYTES[self.dtype])
+        numbers = self._each * self._vector_numbers * self.users
+        return int(numbers * _NUMBER_BYTES[self.dtype])
 
     @property
     def _vectors(self) -> int:
@@ -170,8 +186,7 @@ class KvCacheSize:
 
     @property
     def scales(self) -> int:
-        each = _SCALE_BYTES.get(self.dtype, 0)
-        return self._vectors * self.users * each
+        return self._each * self._vectors * self.users * _SCALE_BYTES.get(self.dtype, 0)
 
     @property
     def padding(self) -> int:
@@ -215,7 +230,10 @@ class KvCacheSize:
         layers, tokens = {"layers": first.layers}, {"context": first.kept}
         if others:
             layers, tokens = {"layers_times_tokens": self.token_layers}, {}
+        both = {"keys_and_values": 2}
         heads = {"kv_heads": first.kv_heads, "head_dim": first.head_dim}
+        if self.latent:
+            both, heads = {}, {"latent": first.head_dim}
         if not self.alike:
             layers, heads = (
                 {"layers_times_tokens_times_heads_times_width": self._vector_numbers},
@@ -223,7 +241,7 @@ class KvCacheSize:
             )
         size = self.number_bytes
         return {
-            "keys_and_values": 2,
+            **both,
             **layers,
             **heads,
             **tokens,
@@ -238,6 +256,8 @@ class KvCacheSize:
             return self._unlike_steps()
         kv_heads = _count(self.kinds[0].kv_heads, "KV head")
         heads = f"{kv_heads} × {self.kinds[0].head_dim:,} wide"
+        if self.latent:
+            heads, kv_heads = f"{self.kinds[0].head_dim:,} (latent and rotary key)", "1 latent"
         lines = []
         if len(self.kinds) > 1:
             for kind in self.kinds:
@@ -273,16 +293,19 @@ class KvCacheSize:
     def _last_steps(self, numbers: str, vectors: str) -> list[str]:
         """The lines from keys' numbers, and how many keys there are, to bytes."""
         people = _count(self.users, "user")
+        both = "" if self.latent else "2 (keys and values) × "
         lines = [
-            f"2 (keys and values) × {numbers}{people} × "
+            f"{both}{numbers}{people} × "
             f"{self.number_bytes:g} {'byte' if self.number_bytes == 1 else 'bytes'} "
             f"({self.dtype}) = {self.numbers:,} bytes"
         ]
         if self.scales:
-            what = "2 scales" if self.dtype is KvDtype.INT8 else "2 scales and 2 least values"
+            what = _count(self._each, "scale")
+            if self.dtype is KvDtype.INT4:
+                what += f" and {_count(self._each, 'least value')}"
             lines.append(
                 f"scales: {vectors}{people} × "
-                f"{_SCALE_BYTES[self.dtype]} bytes ({what}) = {self.scales:,} bytes"
+                f"{self._each * _SCALE_BYTES[self.dtype]} bytes ({what}) = {self.scales:,} bytes"
             )
         if self.padding:
             lines.append(f"keys in whole words: {self.padding:,} bytes")
@@ -367,7 +390,11 @@ class Sharing(NamedTuple):
 
 
 def sharings(model: ModelConfig, cache: KvCacheSize) -> list[Sharing]:
-    """The same cache with as many KV heads as heads, as it is, and with one."""
+    """The same cache with as many KV heads as heads, as it is, and with one. Latents have no heads
+    (MLA; DeepSeek-AI, 2024).
+    """
+    if cache.latent:
+        return [Sharing("MLA", 1, cache.bytes, True)]
     names = {model.num_heads: "MHA", 1: "MQA"}
     counts = {kind.kv_heads for kind in cache.kinds}
     own = counts if len(counts) == 1 else set()
@@ -507,11 +534,12 @@ class ServingLoad:
         return all_work_bytes(self.config, self.subject.program, draft)
 
     def weight_bytes(self, place: DeviceMemory) -> int | None:
-        """The draft model's too; None: the engine cannot hold such a format, or such a cache
-        (here).
+        """The draft model's too; None: the engine cannot hold such a format or such a cache, or
+        does not compute such a model (here).
         """
         total = 0
-        if not place.gpu and (self.dtype not in KvDtype.served() or for_gpus(self.stored)):
+        unserved = self.dtype not in KvDtype.served() or for_gpus(self.stored)
+        if not place.gpu and (unserved or not self.subject.served):
             return None
         for subject, stored in ((self.subject, self.stored), *([self.draft] if self.draft else [])):
             sizes = held(subject, stored, self.config.isa) if place.here else stored.sizes

@@ -193,6 +193,48 @@ def _olmo2(hidden: int, ffn: int, layers: int, heads: tuple[int, int]) -> Config
     return _shape("olmo2", hidden, ffn, layers, heads, 100352, 4096, 1e-6, False, 5e5)
 
 
+def _latent(
+    model_type: str,
+    hidden: int,
+    ffn: int,
+    layers: int,
+    heads: int,
+    vocab: int,
+    context: int,
+    *,
+    experts: tuple[int, int, int],
+    dense: int,
+    ranks: tuple[int, int | None],
+    widths: tuple[int, int, int],
+    eps: float = 1e-6,
+    shared: int = 1,
+) -> Config:
+    """``experts``: how many, chosen, and their width; ``dense``: layers without; ``ranks``: of keys
+    and values, and of queries; ``widths``: of a head's key without and with positions, and value.
+    """
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
+        "rms_norm_eps": eps,
+        "tie_word_embeddings": False,
+        "n_routed_experts": experts[0],
+        "num_experts_per_tok": experts[1],
+        "moe_intermediate_size": experts[2],
+        "n_shared_experts": shared,
+        "first_k_dense_replace": dense,
+        "kv_lora_rank": ranks[0],
+        "q_lora_rank": ranks[1],
+        "qk_nope_head_dim": widths[0],
+        "qk_rope_head_dim": widths[1],
+        "v_head_dim": widths[2],
+    }
+
+
 PRESETS: dict[str, Config] = {
     "llama-2-7b": _llama2(4096, 11008, 32, (32, 32)),
     "llama-2-13b": _llama2(5120, 13824, 40, (40, 40)),
@@ -242,6 +284,43 @@ PRESETS: dict[str, Config] = {
     "olmo-2-7b": _olmo2(4096, 11008, 32, (32, 32)),
     "olmo-2-13b": _olmo2(5120, 13824, 40, (40, 40)),
     "olmo-2-32b": _olmo2(5120, 27648, 64, (40, 8)),
+    "deepseek-v2-lite": _latent(
+        *("deepseek_v2", 2048, 10944, 27, 16, 102400, 163840),
+        experts=(64, 6, 1408),
+        dense=1,
+        ranks=(512, None),
+        widths=(128, 64, 128),
+        shared=2,
+    ),
+    "deepseek-v3": _latent(
+        *("deepseek_v3", 7168, 18432, 61, 128, 129280, 163840),
+        experts=(256, 8, 2048),
+        dense=3,
+        ranks=(512, 1536),
+        widths=(128, 64, 128),
+    ),
+    "kimi-k2": _latent(
+        *("kimi_k2", 7168, 18432, 61, 64, 163840, 131072),
+        experts=(384, 8, 2048),
+        dense=1,
+        ranks=(512, 1536),
+        widths=(128, 64, 128),
+    ),
+    "mistral-small-4": _latent(
+        *("mistral4", 4096, 12288, 36, 32, 131072, 1048576),
+        experts=(128, 4, 2048),
+        dense=0,
+        ranks=(256, 1024),
+        widths=(64, 64, 128),
+    ),
+    "glm-4.7-flash": _latent(
+        *("glm4_moe_lite", 2048, 10240, 47, 20, 154880, 202752),
+        experts=(64, 4, 1536),
+        dense=1,
+        ranks=(512, 768),
+        widths=(192, 64, 256),
+        eps=1e-5,
+    ),
 }
 
 

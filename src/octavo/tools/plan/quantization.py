@@ -147,7 +147,8 @@ def for_gpus(stored: StoredWeights) -> bool:
 
 
 def held(subject: Subject, stored: StoredWeights, isa: str | None = None) -> dict[str, int] | None:
-    """Bytes of the engine's own packed copies, by role; None when it cannot hold such a format.
+    """Bytes of the engine's own packed copies, by role; None when it cannot hold such a format or
+    does not compute such a model.
     Raises `SettingsError` for an ``OCTAVO_ISA`` that is not here.
     """
     from octavo.executor.native.packing import held_bytes, scaled_bytes, tier_name
@@ -156,6 +157,8 @@ def held(subject: Subject, stored: StoredWeights, isa: str | None = None) -> dic
         tier = tier_name(isa)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+    if not subject.served:
+        return None
     nothing, scaled = np.empty(0, np.uint8), scaled_bytes(subject.program)
     sizes = {}
     try:

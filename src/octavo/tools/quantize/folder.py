@@ -20,7 +20,7 @@ from octavo.loader.hf_config import text_config
 from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.models.families import FAMILIES
 from octavo.tools.quantize import hf_tokenizer_writer
-from octavo.tools.quantize.grid import Float32, bf16, bf16_bits
+from octavo.tools.quantize.grid import Float32, Quantized, bf16, bf16_bits
 from octavo.tools.quantize.hf_model import HfModule, hf_config, places
 from octavo.tools.quantize.layouts import HfTensor, OutputLayout, packed_tensors
 from octavo.tools.quantize.nearest import nearest_stored, stacked
@@ -115,6 +115,7 @@ class FolderTarget:
         parts = []
         for role in place.roles:
             matrix, order = result.matrices[role], row_order(self.config, role, interleaved=False)
+            assert isinstance(matrix, Quantized)
             parts.append(matrix if order is None or self.from_folder else matrix.rows(order))
         return self.layout.tensors(stacked(parts))
 

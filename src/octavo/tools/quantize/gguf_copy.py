@@ -38,17 +38,18 @@ _HEADER = 24  # bytes: magic, version, tensors, keys
 
 def copied(checkpoint: Checkpoint, recipe: Recipe) -> Content:
     """``checkpoint`` is of a GGUF file, split or whole."""
-    file, kind = open_gguf(checkpoint.path), recipe.scheme.kind
-    family = FAMILIES[checkpoint.config.family]
-    tensors, matrices = [], 0
+    file, family = open_gguf(checkpoint.path), FAMILIES[checkpoint.config.family]
+    weights, tensors, matrices = checkpoint.weights, [], 0
     for name, info in file.tensors.items():
         role = role_of(name, family)
-        weight = checkpoint.weights.get(role)
+        weight = weights.get(role)
         if roles := _quantized(checkpoint, recipe, name, info.shape):
-            tensors.append(matrix(name, info.shape, kind, roles))
+            scheme = recipe.of(roles[0], weights[roles[0]].shape)
+            assert scheme is not None
+            tensors.append(matrix(name, info.shape, scheme.kind.format, roles))
             matrices += 1
         elif role in recipe.ends and weight is not None:
-            tensors.append(rounded(name, weight, recipe.ends[role]))
+            tensors.append(rounded(name, role, weight, recipe))
         elif (
             role.startswith("layers.")
             and role not in recipe.kept
@@ -62,7 +63,7 @@ def copied(checkpoint: Checkpoint, recipe: Recipe) -> Content:
                 return file.weight(name).data
 
             tensors.append(GgufTensor(name, info.shape, info.format, None, data))
-    own = of_storage(kind) if matrices else {}
+    own = of_storage(recipe) if matrices else {}
     dropped = {*own, *_OF_SPLITS}
     keys = [span for name, span in spans(file.path) if name not in dropped]
     keys += [key(name, value) for name, value in own.items()]

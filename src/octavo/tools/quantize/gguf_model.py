@@ -46,6 +46,7 @@ from octavo.tools.quantize.quantizer import Recipe
 from octavo.tools.quantize.row_order import row_order
 from octavo.tools.quantize.same_model import difference
 from octavo.tools.quantize.state import LayerResult, QuantizeError
+from octavo.tools.quantize.tensor_names import tensor_name
 
 ALIGNMENT = 32
 _FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
@@ -70,7 +71,7 @@ def modelled(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Content, list[str]
     keys |= named
     if isinstance(checkpoint.chat_template, JinjaChatTemplate):
         keys["tokenizer.chat_template"] = checkpoint.chat_template.source
-    keys |= of_storage(recipe.scheme.kind)
+    keys |= of_storage(recipe)
     tensors = [*_rope_tensors(config, scaling), *_tensors(checkpoint, recipe)]
     try:
         written = [key(name, value) for name, value in keys.items()]
@@ -192,7 +193,7 @@ def _floats(name: str, values: tuple[float, ...]) -> GgufTensor:
 
 
 def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
-    config, weights, kind = checkpoint.config, checkpoint.weights, recipe.scheme.kind
+    config, weights = checkpoint.config, checkpoint.weights
     family = FAMILIES[config.family]
     found: list[GgufTensor] = []
     fused = {each.parts[0]: each for each in family.fused}
@@ -204,29 +205,32 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
         stack = part.partition(".")[0]  # layers.3.ffn_up_exps.0
         roles = [role]
         if not role.startswith("layers."):
-            called = family.gguf_names.get(role, role)
-            name, scheme = f"{called}.weight", recipe.of(role, weight.shape)
-            found.append(rounded(name, weight, scheme) if scheme else _kept(name, weight))
+            name, ends = f"{family.gguf_names.get(role, role)}.weight", recipe.ends
+            found.append(
+                rounded(name, role, weight, recipe) if role in ends else _kept(name, weight)
+            )
             continue
-        if stack in STACKS:
+        scheme = recipe.of(role, weight.shape)
+        if stack in STACKS and (scheme is not None or part.endswith(".bias")):
             assert config.experts is not None
-            stack, ending = prefix + stack, ".bias" if part.endswith(".bias") else ""
-            roles = [f"{stack}.{index}{ending}" for index in range(config.experts.count)]
-            shape = (len(roles), *weight.shape)
-            if ending:
-                found.append(stacked(_name(stack + ending), shape, roles, weights))
+            ending = "" if scheme is not None else ".bias"
+            roles = [f"{prefix}{stack}.{index}{ending}" for index in range(config.experts.count)]
+            name, shape = tensor_name(prefix + stack + ending), (len(roles), *weight.shape)
+            if scheme is None:
+                found.append(stacked(name, shape, roles, weights))
             else:
-                found.append(matrix(_name(stack), shape, kind, roles))
-        elif recipe.of(role, weight.shape) is None:
+                found.append(matrix(name, shape, scheme.kind.format, roles))
+        elif scheme is None:
             order = row_order(config, role, interleaved=family.interleaved)
-            found.append(changed(_name(role), role, _flat(weight), order))
+            found.append(changed(tensor_name(role), role, _flat(weight), order))
         else:
             if part in fused:
                 role = prefix + fused[part].gguf
                 roles = [prefix + each for each in fused[part].parts]
             rows = sum(weights[each].shape[0] for each in roles)
             orders = [row_order(config, each, interleaved=family.interleaved) for each in roles]
-            found.append(matrix(_name(role), (rows, weight.shape[1]), kind, roles, orders))
+            shape = (rows, weight.shape[1])
+            found.append(matrix(tensor_name(role), shape, scheme.kind.format, roles, orders))
         done.update(roles)
     return found
 
@@ -234,12 +238,6 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
 def _flat(weight: Weight) -> Weight:
     """A convolution [channels, 1, taps] as GGUF has it, [channels, taps]."""
     return weight._replace(shape=weight.shape[::2]) if len(weight.shape) == 3 else weight
-
-
-def _name(role: str) -> str:
-    """``layers.3.attn_q`` → ``blk.3.attn_q.weight``; biases keep their ending."""
-    ending = "" if role.endswith(".bias") else ".weight"
-    return f"blk.{role.removeprefix('layers.')}{ending}"
 
 
 def _kept(name: str, weight: Weight) -> GgufTensor:

@@ -126,6 +126,9 @@ void test_rows(const Tier &tier) {
         const double wanted = (up + 1.0) * gate / (1.0 + std::exp(-1.702 * gate));
         expect(tier, "swiglu_clamped", out[i], wanted, 2e-6);
     }
+    apply(tier, "sigmoid", x.data(), y.data(), out.data(), n);
+    for (size_t i = 0; i < x.size(); ++i)
+        expect(tier, "sigmoid", out[i], y[i] / (1.0 + std::exp(-double(x[i]))), 1e-6);
     // Where the exponential is beyond its range, and just before.
     const Floats edges = {-1e30f, -200.0f, -104.0f, -89.1f, -88.75f, -88.7f, -87.4f, -87.3f,
                           -0.0f,  87.3f,   87.4f,   88.7f,  88.75f,  89.1f,  200.0f, 1e30f};
@@ -136,7 +139,7 @@ void test_rows(const Tier &tier) {
         expect(tier, "silu", gated[i], edges[i] / (1.0 + std::exp(-double(edges[i]))), 1e-6);
     // Nothing to multiply by is as good as ones.
     const Floats many(x.size(), 1.0f);
-    for (const char *activation : {"silu", "gelu_tanh"}) {
+    for (const char *activation : {"silu", "gelu_tanh", "sigmoid"}) {
         Floats alone = x;
         apply(tier, activation, x.data(), many.data(), out.data(), n);
         apply(tier, activation, alone.data(), nullptr, alone.data(), n);
@@ -527,6 +530,35 @@ void test_attention(const Tier &tier) {
     }
 }
 
+// Softplus and what decays by it, at the edges of the exponential too.
+void test_softplus(const Tier &tier) {
+    Floats x = normal(draw(1, 40), 8.0f);
+    for (const float edge : {-1e30f, -104.0f, -87.4f, -17.0f, 0.0f, 17.0f, 88.8f, 1e30f})
+        x.push_back(edge);
+    const auto n = int64_t(x.size());
+    const Floats bias = normal(n), a = normal(n);
+    Floats out(x.size());
+    apply(tier, "softplus", x.data(), nullptr, out.data(), n, bias.data());
+    std::vector<double> wanted;
+    for (size_t i = 0; i < x.size(); ++i) {
+        const double shifted = x[i] + bias[i];
+        wanted.push_back(std::max(shifted, 0.0) + std::log1p(std::exp(-std::abs(shifted))));
+        expect(tier, "softplus", out[i], wanted[i], 5e-7);
+    }
+    for (const RowFunction &each : std::span(tier.row.functions, tier.row.num_functions)) {
+        if (each.name != std::string("decay"))
+            continue;
+        each.run({{x.data()}, {bias.data(), a.data()}, nullptr, out.data(), n});
+        for (size_t i = 0; i < x.size(); ++i) {
+            const double exponent = double(a[i]) * wanted[i];
+            if (exponent < 80.0)
+                expect(tier, "decay", out[i], std::exp(exponent), 1e-6 * (1 + std::abs(exponent)));
+        }
+        return;
+    }
+    expect(tier, "decay", 1, 0, 0);
+}
+
 // `n` rows as the kernels take them: each padded to whole vectors, with zeros.
 struct PaddedRows {
     int64_t n, width, stride;
@@ -702,6 +734,7 @@ int main(int argc, char **argv) {
                 test_rows(tier);
                 test_store(tier);
                 test_attention(tier);
+                test_softplus(tier);
                 test_convolution(tier);
                 test_unit(tier);
                 test_delta(tier);

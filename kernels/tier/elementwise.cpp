@@ -76,6 +76,29 @@ void swiglu_clamped(const RowArguments &a) {
     });
 }
 
+void sigmoid(const float *gate, const float *up, float *out, int64_t n) {
+    for_vectors(n, [&](int64_t i, int64_t count) {
+        const Vec activated = sigmoid_of(load_part(gate + i, count));
+        store_part(times(activated, up, i, count), out + i, count);
+    });
+}
+
+// log(1 + e^(x + bias)).
+void softplus(const float *x, const float *bias, float *out, int64_t n) {
+    for_vectors(n, [&](int64_t i, int64_t count) {
+        const Vec shifted = load_part(x + i, count) + load_part(bias + i, count);
+        store_part(softplus_of(shifted), out + i, count);
+    });
+}
+
+// e^(a log(1 + e^(x + bias))).
+void decay(const float *x, const float *bias, const float *a, float *out, int64_t n) {
+    for_vectors(n, [&](int64_t i, int64_t count) {
+        const Vec shifted = load_part(x + i, count) + load_part(bias + i, count);
+        store_part(exp(load_part(a + i, count) * softplus_of(shifted)), out + i, count);
+    });
+}
+
 void softcap(float *x, float cap, int64_t n) {
     for_vectors(n, [&](int64_t i, int64_t count) {
         store_part(softcapped(load_part(x + i, count), cap), x + i, count);
@@ -107,8 +130,8 @@ template <auto activate> void activated(const RowArguments &a) {
     activate(a.inputs[0], a.inputs[1], a.out, a.n);
 }
 
-// rms_norm: x / sqrt(mean(x²) + number) * weight. silu and gelu_tanh (the tanh approximation): of
-// the first input, times the second if there is one.
+// rms_norm: x / sqrt(mean(x²) + number) * weight. silu, gelu_tanh (the tanh approximation) and
+// sigmoid: of the first input, times the second if there is one.
 constexpr RowFunction kFunctions[] = {
     {"rms_norm", 1, 1, 1,
      [](const RowArguments &a) { rms_norm(a.inputs[0], a.weights[0], a.out, a.n, a.numbers[0]); }},
@@ -120,6 +143,12 @@ constexpr RowFunction kFunctions[] = {
     {"gelu_tanh", 1, 0, 0, activated<gelu_tanh>},
     {"gelu_tanh", 2, 0, 0, activated<gelu_tanh>},
     {"swiglu_clamped", 2, 0, 2, swiglu_clamped},
+    {"sigmoid", 1, 0, 0, activated<sigmoid>},
+    {"sigmoid", 2, 0, 0, activated<sigmoid>},
+    {"softplus", 1, 1, 0,
+     [](const RowArguments &a) { softplus(a.inputs[0], a.weights[0], a.out, a.n); }},
+    {"decay", 1, 2, 0,
+     [](const RowArguments &a) { decay(a.inputs[0], a.weights[0], a.weights[1], a.out, a.n); }},
 };
 
 constexpr RowKernels kKernels{

@@ -539,6 +539,31 @@ inline Vec silu_of(Vec x) {
     return x / (Vec::set(1.0f) + exp(Vec::set(0.0f) - x));
 }
 
+// 1 / (1 + e^-x).
+inline Vec sigmoid_of(Vec x) {
+    const Vec one = Vec::set(1.0f);
+    return one / (one + exp(Vec::set(0.0f) - x));
+}
+
+// log(1 + e^x) = max(x, 0) + log(1 + u) with u = e^-|x| within 0 to 1, and log(1 + u) =
+// 2 artanh(s) with s = u / (2 + u), by the Taylor polynomial of degree 15 (s <= 1/3: relative error
+// below 2^-27).
+inline Vec softplus_of(Vec x) {
+    const Vec zero = Vec::set(0.0f);
+    const Vec u = exp(min(x, zero - x));
+    const Vec s = u / (Vec::set(2.0f) + u);
+    const Vec square = s * s;
+    Vec p = Vec::set(1.0f / 15.0f);
+    p = fma(p, square, Vec::set(1.0f / 13.0f));
+    p = fma(p, square, Vec::set(1.0f / 11.0f));
+    p = fma(p, square, Vec::set(1.0f / 9.0f));
+    p = fma(p, square, Vec::set(1.0f / 7.0f));
+    p = fma(p, square, Vec::set(1.0f / 5.0f));
+    p = fma(p, square, Vec::set(1.0f / 3.0f));
+    p = fma(p, square, Vec::set(1.0f));
+    return fma(s + s, p, max(zero, x));
+}
+
 // 2^x for x <= 0, as in a softmax, within 3 ulp; 0 where that would be subnormal (AVX-512: only
 // where it is 0); NaN for NaN. The fraction's power by the polynomial of degree 5 that is exact at
 // 0 and has the least relative error elsewhere, below 2^-23.

@@ -53,7 +53,7 @@ def test_every_few_rows(first: int, step: int, count: int, made: bool) -> None:
     weight = mxfp4("w", blocks, scales)
     if not made:
         weight = weight._replace(source=weight.data, stored_as=None)
-    part, rows = weight.every(first, step), values_of(blocks, scales)[first::step]
+    part, rows = weight.take(np.arange(first, 7, step)), values_of(blocks, scales)[first::step]
     assert part.shape == (count, 64)
     assert np.array_equal(dequantize(part), rows)
     for begin in range(count):

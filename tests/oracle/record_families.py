@@ -240,6 +240,9 @@ def models() -> dict[str, Tiny]:
         ),
         "gpt_oss": gpt_oss(sizes),
         "lfm2": lfm2(sizes),
+        "qwen3_5": qwen3_5(sizes),
+        "qwen3_5_moe": qwen3_5_moe(sizes),
+        "qwen3_next": qwen3_next(sizes),
     }
 
 
@@ -300,6 +303,129 @@ def lfm2(sizes: dict[str, Any]) -> Tiny:
             "untied": Case({"tie_word_embeddings": False}, gguf=True),
         },
     )  # fmt: skip
+
+
+def qwen3_5(sizes: dict[str, Any]) -> Tiny:
+    """Delta nets and attention, in any order, heads of several numbers and widths."""
+    linear, full = "linear_attention", "full_attention"
+    scaled = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    net = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+
+    def layers(*types: str, gguf: bool = False, **values: Any) -> Case:
+        changes = {"num_hidden_layers": len(types), "layer_types": list(types)}
+        return Case(changes | values, gguf=gguf)
+
+    def rope(kind: str, **values: Any) -> Case:
+        return Case({"rope_parameters": scaled | {"rope_type": kind, **values}})
+
+    return Tiny(
+        transformers.Qwen3_5TextConfig(
+            **sizes | {"num_hidden_layers": 3, "layer_types": [linear, full, linear]},
+            **net,
+            head_dim=16,
+        ),
+        {
+            # As files have it that name no types, and beside keys that mean nothing here.
+            "interval": Case(
+                {
+                    "layer_types": None,
+                    "full_attention_interval": 3,
+                    "attn_output_gate": True,
+                    "mtp_num_hidden_layers": 1,
+                }
+            ),
+            "rotary": Case({"rope_parameters": {**scaled, "rope_type": "default"}}, gguf=True),
+            "sections": Case(
+                {
+                    "rope_parameters": {
+                        "rope_type": "default",
+                        "rope_theta": 500.0,
+                        "partial_rotary_factor": 0.25,
+                        "mrope_section": [1, 1, 0],
+                        "mrope_interleaved": True,
+                    }
+                },
+                gguf=True,
+            ),
+            "yarn": rope("yarn", factor=4.0, original_max_position_embeddings=32),
+            "two-a-key": Case({"linear_num_value_heads": 4}),
+            "four-a-key": layers(
+                *(linear, full), hidden_size=16, linear_num_key_heads=2, linear_num_value_heads=8,
+                linear_key_head_dim=8, linear_value_head_dim=8, gguf=True,
+            ),
+            "one-key-head": Case({"linear_num_key_heads": 1, "linear_num_value_heads": 4}),
+            "widths": Case({"linear_key_head_dim": 12, "linear_value_head_dim": 24}),
+            "taps": Case({"linear_conv_kernel_dim": 2, "rms_norm_eps": 1e-3}),
+            "seven-taps": Case({"linear_conv_kernel_dim": 7}, gguf=True),
+            "biases": layers(linear, full, full, attention_bias=True),
+            "tied": Case({"tie_word_embeddings": True}, gguf=True),
+            "one-kv-head": Case({"num_key_value_heads": 1, "head_dim": 12}),
+            "attention-last": layers(linear, linear, linear, full, hidden_size=40, gguf=True),
+            "no-sizes": Case(
+                {"linear_num_value_heads": 4},
+                without=("linear_conv_kernel_dim", "rope_parameters", "partial_rotary_factor"),
+            ),
+        },
+        around=DELTA_NETS,
+    )  # fmt: skip
+
+
+DELTA_NETS: Around = {
+    "A_log": (0.5, 0.7),
+    "dt_bias": (0.5, 0.5),
+    "linear_attn.norm.weight": (1.0, 0.2),
+    "norm.weight": (0.0, 0.2),
+}
+SPARSE_NETS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
+
+
+def sparse_cases() -> dict[str, Case]:
+    linear, full = "linear_attention", "full_attention"
+    return {
+        "one": Case({"num_experts_per_tok": 1}),
+        "all": Case({"num_experts_per_tok": 6}),
+        "many": Case({"num_experts": 16, "num_experts_per_tok": 5}),
+        "shared": Case({"shared_expert_intermediate_size": 33}),
+        "one-a-key": Case({"linear_num_value_heads": 2}),
+        "four-a-key": Case({"linear_num_value_heads": 8}),
+        "one-key-head": Case({"linear_num_key_heads": 1}),
+        "widths": Case({"linear_key_head_dim": 12, "linear_value_head_dim": 20}),
+        "taps": Case({"linear_conv_kernel_dim": 2}),
+        "tied": Case({"tie_word_embeddings": True}),
+        "types": Case({"layer_types": [linear, linear, full]}),
+        "one-kv-head": Case({"num_key_value_heads": 1}),
+    }
+
+
+def qwen3_5_moe(sizes: dict[str, Any]) -> Tiny:
+    config = transformers.Qwen3_5MoeTextConfig(**sizes | SPARSE_NETS)
+    return Tiny(config, sparse_cases(), gguf=False, around=DELTA_NETS)
+
+
+def qwen3_next(sizes: dict[str, Any]) -> Tiny:
+    config = transformers.Qwen3NextConfig(**sizes | SPARSE_NETS)
+    cases = sparse_cases() | {
+        "shares": Case({"norm_topk_prob": False}),
+        "dense": Case({"decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    }
+    return Tiny(config, cases, gguf=False, around=DELTA_NETS)
 
 
 def gpt_oss(sizes: dict[str, Any]) -> Tiny:
@@ -656,9 +782,9 @@ def convert(folder: Path, target: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(vocab))
     hparams = ModelBase.load_hparams(folder, False)
     f32 = gguf.LlamaFileType.ALL_F32
-    made = get_model_class(hparams["architectures"][0])(
-        folder, f32, target, hparams=hparams, model_name=folder.name
-    )
+    converter = get_model_class(hparams["architectures"][0])
+    converter.no_mtp = True  # no layers that only draft
+    made = converter(folder, f32, target, hparams=hparams, model_name=folder.name)
     converter = getattr(made, "impl", made)  # one class chooses among several
     converter.set_vocab = set_vocab
     converter.write()

@@ -124,7 +124,7 @@ def transformed(values: Float32, how: int | str, shift: int) -> Float32:
         turned = values.swapaxes(1, 2) if values.ndim == 3 else values
         first = {"gate": 0, "up": 1}
         values = np.ascontiguousarray(turned[:, first[how] :: 2] if how in first else turned)
-    elif how:
+    elif how and len(values) % (2 * how) == 0:
         halves = values.reshape(how, 2, -1, *values.shape[1:])
         values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
     return values + np.float32(shift) if shift else values

@@ -151,18 +151,20 @@ class Weight(NamedTuple):
             first += count
         return parts
 
-    def every(self, first: int, step: int) -> Weight:
-        """Return the rows first, first + step, …; copied when they are read."""
-        count = len(range(first, self.shape[0], step))
+    def take(self, rows: npt.NDArray[np.intp]) -> Weight:
+        """Return some rows in another order: made when asked for."""
 
-        def make(begin: int, end: int) -> Bytes:
-            at = first + begin * step
-            rows = self.rows(at, min(at + (end - begin) * step, self.shape[0]))
-            row_bytes = self.nbytes // self.shape[0]
-            return rows.reshape(-1, row_bytes)[::step].reshape(-1)
+        def make(first: int, last: int) -> Bytes:
+            wanted = rows[first:last]
+            cuts = np.flatnonzero(np.diff(wanted) != 1) + 1
+            runs = (run for run in np.split(wanted, cuts) if len(run))
+            return np.concatenate([self.rows(run[0], run[-1] + 1).reshape(-1) for run in runs])
 
+        count = len(rows)
+        stored = self.stored_as
+        if stored is not None:
+            stored = stored._replace(nbytes=stored.nbytes * count // self.shape[0])
         source = MadeRows(count, self.nbytes // self.shape[0], make)
-        stored = self.stored._replace(nbytes=self.stored.nbytes * count // self.shape[0])
         return self._replace(shape=(count, *self.shape[1:]), source=source, stored_as=stored)
 
     def stacked(self, parts: int = 1) -> list[list[Weight]]:

@@ -8,10 +8,13 @@ import numpy as np
 
 from octavo.loader.base import CheckpointError, Weight, WeightFormat
 from octavo.models.config import ModelConfig
+from octavo.models.families import FAMILIES
+from octavo.models.family import IntArray
 
 _SHOWN = 8  # most names an error lists
 ROUTER = "ffn_gate_inp"
-ROUTERS = (ROUTER, "ffn_gate_inp_shexp")  # of the experts, and the gate of the shared one
+# Of the experts, the gate of the shared one, and those of a delta net: small, and never quantized.
+ROUTERS = (ROUTER, "ffn_gate_inp_shexp", "ssm_beta", "ssm_alpha")
 _HALVES = (WeightFormat.F16, WeightFormat.BF16)
 # Tensors that hold all experts of a layer, and what of an expert lies one after the other in them.
 STACKS = {
@@ -53,6 +56,36 @@ def bind(
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
     return weights
+
+
+def gathered(
+    prefix: str,
+    called: str,
+    ending: str,
+    shapes: dict[str, tuple[int, ...]],
+    config: ModelConfig,
+    *,
+    gguf: bool,
+) -> dict[str, IntArray]:
+    """The roles whose rows are interleaved in a tensor of a layer, and where they are in it. None,
+    if it is no such tensor.
+    """
+    for gather in FAMILIES[config.family].gathers:
+        roles = {part: prefix + part + ending for part in gather.parts}
+        if called == (gather.gguf if gguf else gather.hf) and shapes.keys() >= set(roles.values()):
+            return {roles[part]: rows for part, rows in gather.rows(config).items()}
+    return {}
+
+
+def taken(weight: Weight, places: dict[str, IntArray]) -> dict[str, Weight]:
+    """The matrices whose rows are at those places of a tensor. Raises `ValueError`."""
+    total = sum(map(len, places.values()))
+    if weight.shape[:1] != (total,):
+        raise ValueError(
+            f"tensor {weight.name!r} has shape {list(weight.shape)}; "
+            f"the model's metadata asks for {total} rows"
+        )
+    return {role: weight.take(rows) for role, rows in places.items()}
 
 
 def experts(prefix: str, part: str, weight: Weight, config: ModelConfig) -> dict[str, Weight]:

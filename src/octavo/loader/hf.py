@@ -18,7 +18,7 @@ from octavo.loader.base import (
     Weight,
     WeightFormat,
 )
-from octavo.loader.bind import bind, experts, trim_heap, vector
+from octavo.loader.bind import bind, experts, gathered, taken, trim_heap, vector
 from octavo.loader.chat_template import JinjaChatTemplate, several_templates
 from octavo.loader.files import read_file
 from octavo.loader.hf_config import model_config, sizes_left_out, text_config
@@ -29,6 +29,7 @@ from octavo.loader.interleaved_experts import interleaved_experts
 from octavo.loader.quantization_config import ModelTensors
 from octavo.models.config import ModelConfig
 from octavo.models.families import FAMILIES, program
+from octavo.models.family import ArrayForm, IntArray
 
 TEMPLATE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"  # a folder
@@ -37,8 +38,7 @@ MAX_TEMPLATE = 1 << 20  # bytes
 # What transformers takes off or puts before any name as it needs it: folders of a base model have
 # no "model.", and those of a model that sees, too, say which part is the language model.
 _PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model|language_model|model)\.")
-_TENSOR = re.compile(r"(?:layers\.(\d{1,4})\.)?([\w.]+)\.(weight|bias)")
-_BARE = re.compile(r"(?:layers\.(\d{1,4})\.)?([\w.]+)")
+_TENSOR = re.compile(r"(?:layers\.(\d{1,4})\.)?([\w.]+?)(?:\.(weight|bias))?")
 _EXPERT = re.compile(r"\.experts\.(\d{1,4})\.")
 # All experts' in one tensor, as transformers 5 has them in memory.
 _STACK = re.compile(r"layers\.(\d{1,4})\.mlp\.experts\.(gate_up_proj|down_proj)")
@@ -87,7 +87,10 @@ def _bind(tensors: ModelTensors, config: ModelConfig) -> tuple[ModelConfig, dict
     folder = tensors.stored.folder
     shapes = program(config).weights
     weights: dict[str, Weight] = {}
+    drafting = FAMILIES[config.family].drafting
     for name in tensors.names:
+        if drafting and name.startswith(drafting):
+            continue
         if name.removeprefix("model.").startswith(FAMILIES[config.family].ignored):
             folder.note("only the language model is loaded, not what sees pictures or hears")
             continue
@@ -101,7 +104,9 @@ def _bind(tensors: ModelTensors, config: ModelConfig) -> tuple[ModelConfig, dict
     config = _tie(folder, config, weights, tensors.names)
     bound = bind(str(folder.path), weights, program(config).weights)
     shifts = {role: shift for role in bound if (shift := FAMILIES[config.family].shift(role))}
-    return config, bound | {role: _shifted(bound[role], shift) for role, shift in shifts.items()}
+    bound |= {role: _shifted(bound[role], shift) for role, shift in shifts.items()}
+    forms = {role: form for role in bound if (form := FAMILIES[config.family].form(role))}
+    return config, bound | {role: _read(bound[role], form) for role, form in forms.items()}
 
 
 def _tie(
@@ -153,6 +158,13 @@ def _weights(
             tensors.stored.folder.fail(tensors.stored.place[name], str(error))
         return list(found.items())
     roles = _roles(name, config.family)
+    if places := _gathered(name, shapes, config):
+        total = sum(map(len, places.values()))
+        whole = tensors.weight(name, total, shapes[next(iter(places))][-1])
+        try:
+            return list(taken(whole, places).items())
+        except ValueError as error:
+            tensors.stored.folder.fail(tensors.stored.place[tensors.first(name)], str(error))
     if any(role not in shapes for role in roles):
         if name in tensors.modules:
             tensors.stored.refuse(tensors.first(name), "is not used by this model family")
@@ -169,18 +181,27 @@ def _weights(
     return list(zip(roles, weight.split(rows), strict=True))
 
 
+def _gathered(
+    name: str, shapes: dict[str, tuple[int, ...]], config: ModelConfig
+) -> dict[str, IntArray]:
+    """The roles whose rows are interleaved in a tensor, and where they are in it."""
+    match = _TENSOR.fullmatch(_PREFIX.sub("", name, count=1))
+    if match is None or match[1] is None:
+        return {}
+    ending = ".bias" if match[3] == "bias" else ""
+    return gathered(f"layers.{int(match[1])}.", match[2], ending, shapes, config, gguf=False)
+
+
 def _roles(name: str, family: str) -> list[str]:
     """The roles whose rows a tensor has, one after another; its own name if it is unknown."""
-    plain, record = _PREFIX.sub("", name, count=1), FAMILIES[family]
-    if (bare := _BARE.fullmatch(plain)) and record.roles.get(bare[2]) in record.bare:
-        prefix = "" if bare[1] is None else f"layers.{int(bare[1])}."
-        return [prefix + record.roles[bare[2]]]
-    match = _TENSOR.fullmatch(plain)
+    match = _TENSOR.fullmatch(_PREFIX.sub("", name, count=1))
     if match is None:
         return [name]
     prefix = "" if match[1] is None else f"layers.{int(match[1])}."
     ending = ".bias" if match[3] == "bias" else ""
-    part, number = match[2], ""
+    record, part, number = FAMILIES[family], match[2], ""
+    if match[3] is None and part not in record.bare.values():
+        return [name]
     if expert := _EXPERT.search(part):
         part, number = _EXPERT.sub(".experts.{}.", part, count=1), f".{int(expert[1])}"
     parts = record.fusions.get(part, (record.roles.get(part),))
@@ -225,9 +246,17 @@ def _widened(weight: Weight, values: npt.NDArray[Any]) -> npt.NDArray[np.float32
 
 
 def _shifted(weight: Weight, shift: float) -> Weight:
-    data = vector(weight).data.view("<f4") + np.float32(shift)
-    data.flags.writeable = False
-    return weight._replace(source=data.view(np.uint8))
+    return _with_values(weight, vector(weight).data.view("<f4") + np.float32(shift))
+
+
+def _read(weight: Weight, form: ArrayForm) -> Weight:
+    """The numbers that are meant, of those that a folder has."""
+    return _with_values(weight, form.read(vector(weight).data.view("<f4")))
+
+
+def _with_values(weight: Weight, values: npt.NDArray[np.float32]) -> Weight:
+    values.flags.writeable = False
+    return weight._replace(source=values.view(np.uint8))
 
 
 def _chat_template(folder: HfFolder, tokens: Mapping[str, str]) -> ChatTemplate | None:

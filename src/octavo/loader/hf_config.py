@@ -222,8 +222,11 @@ class _Reader:
         }
         if (recurrent := self.family.recurrent) is not None and recurrent.layer_type in types:
             kinds[recurrent.layer_type] = Layer(rope, recurrence=recurrent.hf(self.count))
+        shared = 0
+        if self.has("shared_expert_intermediate_size"):
+            shared = self.count("shared_expert_intermediate_size")
         return tuple(
-            replace(kinds[kind], experts=experts)
+            replace(kinds[kind], experts=experts, shared_expert=shared if experts else 0)
             for kind, experts in zip(types, self.experts(), strict=True)
         )
 
@@ -241,7 +244,9 @@ class _Reader:
             return [None] * self.num_layers
         size = "moe_intermediate_size" if self.has("moe_intermediate_size") else "intermediate_size"
         experts = Experts(
-            self.count("num_local_experts"),
+            self.count(
+                "num_local_experts" if "num_local_experts" in self.values else "num_experts"
+            ),
             self.count("num_experts_per_tok"),
             self.count(size),
             self.section.flag("norm_topk_prob") if self.has("norm_topk_prob") else True,

@@ -22,6 +22,10 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN3_5_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class TokenizerClass(NamedTuple):
@@ -114,8 +118,8 @@ def _byte_level_step(**settings: bool) -> Json:
     return {"type": "ByteLevel", **settings}
 
 
-def _qwen2(config: Json) -> Json:
-    split = {"type": "Split", "pattern": {"Regex": QWEN2_SPLIT}, "behavior": "Isolated"}
+def _qwen2(config: Json, pattern: str = QWEN2_SPLIT) -> Json:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     space = bool(config.get("add_prefix_space"))
     return {
         "normalizer": {"type": "NFC"},
@@ -190,6 +194,10 @@ _GEMMA_NAMES = {
 _CLASSES = {
     "Qwen2Tokenizer": TokenizerClass(
         _qwen2, {"eos_token": _END, "unk_token": _END, "pad_token": _END}, readds=True
+    ),
+    "Qwen3_5Tokenizer": TokenizerClass(
+        lambda config: _qwen2(config, QWEN3_5_SPLIT),
+        {"eos_token": _END, "unk_token": _END, "pad_token": _END},
     ),
     "LlamaTokenizer": TokenizerClass(
         _llama, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

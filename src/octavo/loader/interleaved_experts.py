@@ -86,7 +86,7 @@ def _expect(stored: HfWeights, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _taken(weight: Weight) -> _Take:
-    return lambda first, step: weight.every(first, step)
+    return lambda first, step: weight.take(np.arange(first, weight.shape[0], step))
 
 
 def _of_vector(weight: Weight, data: npt.NDArray[np.uint8], rows: int) -> _Take:

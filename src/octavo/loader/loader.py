@@ -7,7 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from octavo.loader.base import ChatTemplate, Checkpoint, Weight
-from octavo.loader.bind import STACKS, bind, expert_biases, experts, listed, trim_heap
+from octavo.loader.bind import (
+    STACKS,
+    bind,
+    expert_biases,
+    experts,
+    gathered,
+    listed,
+    taken,
+    trim_heap,
+)
 from octavo.loader.chat_template import JinjaChatTemplate, several_templates
 from octavo.loader.generation_config import of_gguf
 from octavo.loader.gguf import GgufFile
@@ -23,6 +32,7 @@ from octavo.models.family import Family
 
 # Tensors that are read into the ModelConfig and are no weights of the Program.
 _CONFIG_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+_BLOCK = re.compile(r"blk\.(\d{1,4})\.")
 _LAYER = re.compile(r"^layers\.\d+\.")
 # A tensor an expert, as files had them before there was one for all.
 _OLD_EXPERT = re.compile(r"(layers\.\d+\.ffn_(?:gate|up|down))(\.\d+)")
@@ -88,21 +98,34 @@ def parts_of(role: str) -> tuple[str, str]:
     return role.removesuffix(part), part
 
 
+def _drafts(tensor: str, config: ModelConfig) -> bool:
+    """Whether a tensor is of layers behind the model's own, which only draft."""
+    match = _BLOCK.match(tensor)
+    return match is not None and int(match[1]) >= len(config.layers)
+
+
 def _by_role(
     file: GgufFile, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, Weight]:
     weights: dict[str, Weight] = {}
     family = FAMILIES[config.family]
     for name in file.tensors:
-        if name in _CONFIG_TENSORS:
+        if name in _CONFIG_TENSORS or _drafts(name, config):
             continue
         weight, key = file.weight(name), role(name, family)
         prefix, part = parts_of(key)
         roles = [prefix + each for each in family.gguf_fusions.get(part, ())]
         rows = [shapes[each][0] for each in roles if each in shapes]
+        called, ending = part.removesuffix(".bias"), ".bias" if part.endswith(".bias") else ""
+        places = gathered(prefix, called, ending, shapes, config, gguf=True)
         if match := _STACKED_BIAS.fullmatch(key):
             try:
                 found = expert_biases(match[1], weight, config)
+            except ValueError as error:
+                file.fail(str(error))
+        elif places:
+            try:
+                found = taken(weight, places)
             except ValueError as error:
                 file.fail(str(error))
         elif part in STACKS:

@@ -65,7 +65,9 @@ class _Reader:
         head_dim = self.positive("attention.key_length", hidden // heads)
         if self.positive("attention.value_length", head_dim) != head_dim:
             self.fail("attention.value_length", f"differs from the key length {head_dim}")
-        num_layers = self.positive("block_count")
+        # Those behind the model's own only draft.
+        drafting = self.positive("nextn_predict_layers", 0, least=0)
+        num_layers = self.positive("block_count", least=drafting + 1) - drafting
         if num_layers > MAX_LAYERS:
             self.fail("block_count", f"is above {MAX_LAYERS}")
         embedding = file.tensors.get("token_embd.weight")
@@ -84,15 +86,15 @@ class _Reader:
         large = num_layers == self.family.hidden_scale_layers
         scale = 1.0 / sqrt(hidden / heads if large else head_dim)
         values |= {
-            "intermediate_size": self.positive("feed_forward_length"),
+            "intermediate_size": self.feed_forward(),
             "norm_eps": self.real(self.family.eps.gguf),
             "attention_scale": self.real("attention.scale", 0.0) or scale,
             "layers": tuple(
-                replace(layer, experts=self.experts)
+                replace(layer, experts=self.experts, shared_expert=self.shared_expert())
                 for layer in self.with_recurrences(self.layers(num_layers, head_dim))
             ),
             "context_length": self.context,  # as the rotary scaling has it
-            "biases": frozenset(n for n in PROJECTIONS if f"blk.0.{n}.bias" in file.tensors),
+            "biases": self.biases(num_layers),
         }
         self.refuse_other_switches()
         self.refuse_other_keys()
@@ -112,6 +114,30 @@ class _Reader:
             )
         except ValueError as error:
             file.fail(str(error))
+
+    def feed_forward(self) -> int:
+        """The width of dense feed-forward layers, or where there are none and the key is missing,
+        that of the experts.
+        """
+        width = None if self.experts is None else self.experts.intermediate_size
+        return self.positive("feed_forward_length", width)
+
+    def shared_expert(self) -> int:
+        """The width of the expert that every token goes to, or 0."""
+        key = self.family.shared_expert_size
+        return self.positive(key) if key and self.experts is not None else 0
+
+    def biases(self, num_layers: int) -> frozenset[str]:
+        """The projections with a bias, in any layer."""
+        tensors = self.file.tensors
+        found = {
+            name
+            for name in PROJECTIONS
+            for index in range(num_layers)
+            if f"blk.{index}.{name}.bias" in tensors
+        }
+        parts = (each.parts for each in self.family.gathers if each.gguf in found)
+        return frozenset(found.union(*parts))
 
     def family_of(self, families: list[Family]) -> tuple[Family, Experts | None]:
         """Return the family of an architecture, and the experts of every layer. These
@@ -133,16 +159,35 @@ class _Reader:
         return self.windowed_layers(count, rope, self.family.windows)
 
     def with_recurrences(self, layers: tuple[Layer, ...]) -> list[Layer]:
-        """The layers, of which those without KV heads are recurrent."""
+        """The layers, some of which are recurrent."""
         recurrent = self.family.recurrent
-        heads = self.file.metadata.get(self.prefix + KV_HEADS)
-        if recurrent is None or not isinstance(heads, np.ndarray):
+        if recurrent is None:
+            return list(layers)
+        flags = self.recurrent_flags(len(layers), recurrent.period)
+        if not any(flags):
             return list(layers)
         shape = recurrent.gguf(self.positive)
         return [
-            Layer(layer.rope, recurrence=shape) if none else layer
-            for layer, none in zip(layers, heads == 0, strict=True)
+            replace(layer, recurrence=shape) if flag else layer
+            for layer, flag in zip(layers, flags, strict=True)
         ]
+
+    def recurrent_flags(self, count: int, period: int) -> list[bool]:
+        """Which layers are recurrent: a flag a layer, those without KV heads, or all but one in so
+        many.
+        """
+        key = "attention.recurrent_layers"
+        interval = self.positive("full_attention_interval", period, least=0)
+        flags = self.file.metadata.get(self.prefix + key)
+        heads = self.file.metadata.get(self.prefix + KV_HEADS)
+        self.used.add(key)
+        if isinstance(flags, np.ndarray):
+            if flags.dtype.kind not in "biu" or len(flags) < count:
+                self.fail(key, f"is not one bool for each of {count} layers")
+            return [bool(flag) for flag in flags[:count]]
+        if isinstance(heads, np.ndarray):
+            return [bool(number == 0) for number in heads[:count]]
+        return [interval > 0 and (index + 1) % interval != 0 for index in range(count)]
 
     # ── Rotary positions and windows ────────────────────────────────────────────────────────────
 
@@ -314,7 +359,8 @@ class _Reader:
 
     def refuse_other_keys(self) -> None:
         # A layout note of the converter, and switches that are off.
-        harmless = {"tensor_data_layout"}
+        # Text has one position a token, whichever of a head's dimensions count rows and columns.
+        harmless = {"tensor_data_layout", "rope.dimension_sections"}
         off = {"expert_count", "expert_used_count", "use_parallel_residual"}
         for full, value in self.file.metadata.items():
             key = full.removeprefix(self.prefix)

@@ -107,8 +107,10 @@ class Builder:
         if layer.shares is None:
             self.norm("k", "attn_k_norm", "k", group)
 
-    def attend(self, layer: Layer, out: str = "h") -> None:
-        """Write down attention, from q, k and v to ``out``."""
+    def attend(self, layer: Layer, out: str = "h", gate: str | None = None) -> None:
+        """Write down attention, from q, k and v to ``out``. ``gate`` is a value as wide as q, whose
+        sigmoid its result is multiplied by.
+        """
         c, (kv_heads, head_dim) = self.config, self.config.heads_of(layer)
         q, k, v, attn = map(self.value, ("q", "k", "v", "attn"))
         if layer.shares is None:
@@ -122,6 +124,8 @@ class Builder:
         self.append(
             PagedAttention(q, attn, source, kv_heads, head_dim, scale, layer.window, softcap, sinks)
         )
+        if gate is not None:
+            self.append(GatedActivation(gate, attn, attn, Activation.SIGMOID))
         self.linear("attn", "attn_output", out)
 
     def feed_forward(self, x: str, experts: Experts | None = None, out: str = "h") -> None:

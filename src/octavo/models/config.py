@@ -22,6 +22,7 @@ class Activation(Enum):
     SILU = "silu"  # SwiGLU
     GELU_TANH = "gelu_tanh"  # GeGLU with the tanh approximation
     SWIGLU_CLAMPED = "swiglu_clamped"  # gpt-oss's: see `GatedActivation`
+    SIGMOID = "sigmoid"  # of gates on the output of attention
 
 
 @dataclass(frozen=True, slots=True)

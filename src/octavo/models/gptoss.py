@@ -50,11 +50,10 @@ FAMILY = Family(
     program=program,
     keys=(Key("swiglu_alpha", "swiglu_alpha"), Key("swiglu_limit", "swiglu_limit")),
     modules={
-        "attn_sinks": "self_attn.sinks",
         "post_attention_norm": "post_attention_layernorm",
         "ffn_gate_inp": "mlp.router",
     },
-    bare=frozenset({"attn_sinks"}),
+    bare={"attn_sinks": "self_attn.sinks"},
     hf=(
         HfType(
             model_type="gpt_oss",

@@ -357,6 +357,8 @@ def sigmoid(x: Float32) -> Float32:
 
 
 def activate(x: Float32, activation: Activation) -> Float32:
+    if activation is Activation.SIGMOID:
+        return sigmoid(x)
     one = np.float32(1.0)
     if activation is Activation.SILU:
         with np.errstate(over="ignore"):  # to infinity, whose inverse is the 0 that is meant

@@ -1,7 +1,7 @@
 """Ops of recurrent layers: what they compute from a token and the state that others have left.
 
-Each is sequential over tokens, in fp32, so that what a token leaves depends on the state and on
-that token only, and a sequence may be cut anywhere.
+Each `Recurrence` is sequential over tokens, in fp32, so that what a token leaves depends on the
+state and on that token only, and a sequence may be cut anywhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from octavo.models.config import Activation, ModelConfig
-from octavo.models.program import Evaluation, Float32, Op, Program, Shapes, Work, activate
+from octavo.models.program import (
+    Evaluation,
+    Float32,
+    Op,
+    Program,
+    RowFunction,
+    RowOp,
+    Shapes,
+    Work,
+    activate,
+)
 from octavo.models.recurrence_shape import (
     DeltaShape,
     MambaShape,
@@ -23,6 +33,54 @@ from octavo.models.recurrence_shape import (
 )
 
 UNIT_EPS = np.float32(1e-6)  # added to the square of what a delta net divides keys and queries by
+
+
+@dataclass(frozen=True, slots=True)
+class Softplus(RowOp):
+    """out = log(1 + e^(x + bias))."""
+
+    label = "softplus"
+
+    x: str
+    bias: str
+    out: str
+
+    def row_function(self) -> RowFunction:
+        return RowFunction("softplus", ((self.bias, 1.0),))
+
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        return {self.bias: (widths[self.x],)}
+
+    def work(self, program: Program) -> Work:
+        return Work(20 * program.widths[self.x], (self.bias,))
+
+    def compute(self, at: Evaluation) -> None:
+        at.values[self.out] = _softplus(at.values[self.x] + at.weights[self.bias])
+
+
+@dataclass(frozen=True, slots=True)
+class DecayGate(RowOp):
+    """out = e^(a log(1 + e^(x + bias))): how much of its state a head keeps."""
+
+    label = "decay"
+
+    x: str
+    bias: str
+    a: str  # negative
+    out: str
+
+    def row_function(self) -> RowFunction:
+        return RowFunction("decay", ((self.bias, 1.0), (self.a, 1.0)))
+
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        return dict.fromkeys((self.bias, self.a), (widths[self.x],))
+
+    def work(self, program: Program) -> Work:
+        return Work(30 * program.widths[self.x], (self.bias, self.a))
+
+    def compute(self, at: Evaluation) -> None:
+        step = _softplus(at.values[self.x] + at.weights[self.bias])
+        at.values[self.out] = np.exp(at.weights[self.a] * step)
 
 
 class RecurrentState(NamedTuple):
@@ -218,6 +276,11 @@ class Mamba2(Recurrence):
             matrix = decay[t, :, None, None] * matrix + b[t, :, :, None] * step[:, None, :]
             out[t] = np.einsum("hnp,hn->hp", matrix, c[t]) + weights[self.d][:, None] * x[t]
         return out.reshape(len(rows), wide), RecurrentState(inputs, matrix)
+
+
+def _softplus(x: Float32) -> Float32:
+    result: Float32 = np.logaddexp(np.float32(0.0), x)
+    return result
 
 
 def _unit(x: Float32) -> Float32:

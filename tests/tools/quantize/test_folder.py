@@ -12,6 +12,7 @@ from octavo.loader import load
 from octavo.models.config import ModelConfig
 from octavo.tools.quantize.hf_model import places
 from octavo.tools.quantize.quantize_checkpoint import WORK
+from octavo.tools.quantize.state import QuantizeError
 from oracle.tiny_folders import FAMILIES, folder, gguf_file, gguf_labels
 from paths import ORACLE
 from tools.quantize.quantizing import Float32, logits_of, make, modules, qwen3_folder, weights_of
@@ -103,8 +104,13 @@ def test_gguf_files_of_every_family(name: str, tmp_path: Path) -> None:
     """With a config.json made of the metadata, heads' rows put back and norms less one."""
     for label in gguf_labels(name):
         source = gguf_file(name, label, tmp_path / f"{label}.gguf")
+        before = load(source)
+        if any(getattr(layer.recurrence, "tiled", False) for layer in before.config.layers):
+            with pytest.raises(QuantizeError, match="the recurrence of layer 0 would differ"):
+                make(source, tmp_path / label, bits=8, symmetric=True, group=None)
+            continue
         make(source, tmp_path / label, bits=8, symmetric=True, group=None)
-        before, after = load(source), load(tmp_path / label)
+        after = load(tmp_path / label)
         # Embeddings have become bfloat16.
         assert_near(logits_of(after), logits_of(before), before.config)
 

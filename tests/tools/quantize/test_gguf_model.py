@@ -36,9 +36,13 @@ from tools.quantize.quantizing import (
 
 TOKENIZERS = FAMILIES.parent / "tokenizers"
 # What GGUF has no keys for, and says so.
+INTERLEAVED = "its interleaved matrices are not written there yet"
 REFUSED = {
     "gpt_oss": "the rotary positions of layer 0 would differ",
     "mistral": "the window of layer 0 would differ",
+    "qwen3_5": INTERLEAVED,
+    "qwen3_5_moe": INTERLEAVED,
+    "qwen3_next": INTERLEAVED,
     "qwen3moe-dense": r"has no tensor for layers\.0\.ffn_down_exps\.0",
 }
 

@@ -66,6 +66,11 @@ class FolderTarget:
 
     def stored(self, role: str, values: Float32) -> Float32:
         """A vector, or a router, as readers of the folder will have it."""
+        if form := self.family.form(role):
+            return form.read(self._rounded(role, form.write(values)))
+        return self._rounded(role, values)
+
+    def _rounded(self, role: str, values: Float32) -> Float32:
         shift = np.float32(self.family.shift(role))
         match stored_as(self.checkpoint, self.checkpoint.weights[role]):
             case "BF16":
@@ -109,7 +114,7 @@ class FolderTarget:
             else:
                 tensors = {place.ending: self._tensor(place, result)}
             for part, tensor in tensors.items():
-                writer.add(f"{place.name}.{part}", tensor)
+                writer.add(f"{place.name}.{part}".removesuffix("."), tensor)
 
     def _module(self, place: HfModule, result: LayerResult) -> dict[str, HfTensor]:
         parts = []
@@ -117,13 +122,15 @@ class FolderTarget:
             matrix, order = result.matrices[role], row_order(self.config, role, interleaved=False)
             assert isinstance(matrix, Quantized)
             parts.append(matrix if order is None or self.from_folder else matrix.rows(order))
-        return self.layout.tensors(stacked(parts))
+        whole = stacked(parts)
+        return self.layout.tensors(whole if place.order is None else whole.rows(place.order))
 
     def _tensor(self, place: HfModule, result: LayerResult) -> HfTensor:
         parts = [self._plain(role, result) for role in place.roles]
         if len(parts) == 1:
             return parts[0]
-        return HfTensor(parts[0].dtype, np.concatenate([part.data for part in parts]))
+        data = np.concatenate([part.data for part in parts])
+        return HfTensor(parts[0].dtype, data if place.order is None else data[place.order])
 
     def _plain(self, role: str, result: LayerResult) -> HfTensor:
         weight = self.checkpoint.weights[role]
@@ -136,6 +143,8 @@ class FolderTarget:
             values = values[order]
         if shift := self.family.shift(role):
             values = values - np.float32(shift)
+        if form := self.family.form(role):
+            values = form.write(values)
         assert format in floats
         if format == "BF16":
             return HfTensor(format, bf16_bits(values))

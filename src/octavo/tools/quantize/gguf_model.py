@@ -58,6 +58,8 @@ def modelled(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Content, list[str]
     Raises `QuantizeError` for a model or a tokenizer that GGUF cannot express.
     """
     config, path = checkpoint.config, checkpoint.path
+    if FAMILIES[config.family].gathers:
+        raise _refusal(checkpoint, "its interleaved matrices are not written there yet")
     architecture = FAMILIES[config.family].gguf
     section = text_config(HfFolder(path))
     scaling = section.get("rope_scaling") or section.get("rope_parameters") or {}

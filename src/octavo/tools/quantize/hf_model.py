@@ -13,13 +13,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from octavo.loader.base import CheckpointError
 from octavo.loader.bind import ROUTERS
 from octavo.loader.hf_config import ORIGINAL, activation_key, model_config
 from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.models.config import Activation, Experts, LongRope, ModelConfig, Rope
 from octavo.models.families import FAMILIES, program
-from octavo.models.family import MODULES, Family
+from octavo.models.family import MODULES, Family, IntArray
 from octavo.models.hf_type import FULL, SLIDING, HfType
 from octavo.tools.quantize.grid import Scheme
 from octavo.tools.quantize.same_model import difference
@@ -37,14 +39,16 @@ class HfModule(NamedTuple):
     """A tensor or module of the folder, and the roles of which it is made, one below the other."""
 
     name: str  # without ".weight" and the like
-    ending: str  # "weight" or "bias"
+    ending: str  # "weight", "bias", or "": the name is all
     roles: tuple[str, ...]
+    order: IntArray | None = None  # which row of all of them comes at each place
 
 
 def places(config: ModelConfig, roles: list[str]) -> Iterator[HfModule]:
     """Yield the place of every role, in their order; fused ones once."""
     family = FAMILIES[config.family]
     fused = {part: each for each in family.fused for part in each.parts}
+    gathers = {part: each for each in family.gathers if each.hf for part in each.parts}
     seen: set[str] = set()
     for role in roles:
         if role in seen:
@@ -56,14 +60,21 @@ def places(config: ModelConfig, roles: list[str]) -> Iterator[HfModule]:
             _, layer, part = plain.split(".", 2)
             prefix = f"layers.{layer}."
         parts: tuple[str, ...] = (part,)
-        if part in fused:
+        order = None
+        if part + bias in family.bare:
+            yield HfModule("model." + prefix + family.bare[part + bias], "", (role,))
+            continue
+        if part in gathers:
+            module, _, parts, rows = gathers[part]
+            order = np.argsort(np.concatenate([rows(config)[each] for each in parts]))
+        elif part in fused:
             module, _, parts = fused[part]
         else:
             module = module_of(family, part)
         members = tuple(prefix + each + bias for each in parts)
         seen.update(members)
         base = "" if part == "output" else "model."
-        yield HfModule(base + prefix + module, bias[1:] or "weight", members)
+        yield HfModule(base + prefix + module, bias[1:] or "weight", members, order)
 
 
 def module_of(family: Family, part: str) -> str:
@@ -141,6 +152,9 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
             values[key] = bool(roles & (c.biases - family.biases))
     if c.experts is not None:
         values |= _experts(c, c.experts, kind)
+    if "shared_expert_intermediate_size" in kind.defaults:
+        width = max(layer.shared_expert for layer in c.layers)
+        values["shared_expert_intermediate_size"] = width
     if "use_sliding_window" in kind.defaults:
         values |= {"use_sliding_window": False, "sliding_window": None}
         values["max_window_layers"] = len(c.layers)

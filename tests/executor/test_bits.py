@@ -26,6 +26,8 @@ MODELS = {
     "gemma3 IQ1_S": (tiny.broad("gemma3"), WeightFormat.IQ1_S),
     "llama IQ3_S": (tiny.broad(), WeightFormat.IQ3_S),
     "llama TQ2_0": (tiny.broad(), WeightFormat.TQ2_0),
+    "mixtral E4M3": (tiny.config("mixtral"), WeightFormat.E4M3),
+    "gemma3 NVFP4": (tiny.config("gemma3"), WeightFormat.NVFP4),
     "qwen3moe Q8_0": (tiny.config("qwen3moe", Experts(17, 4, 32, True)), WeightFormat.Q8_0),
     "llama F16, head of 20": (tiny.config(head_dim=20), WeightFormat.F16),
     "llama F16, sinks": (tiny.config(sinks=True), WeightFormat.F16),

@@ -103,6 +103,8 @@ def test_a_long_context_equals_the_reference() -> None:
         (WeightFormat.IQ2_S, 6e-2),
         (WeightFormat.IQ3_XXS, 6e-2),
         (WeightFormat.TQ1_0, 6e-2),
+        (WeightFormat.NVFP4, 6e-2),
+        (WeightFormat.E4M3, 1e-3),
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -20,6 +21,9 @@ Floats = npt.NDArray[np.float64]
 
 
 BLOCKS_OF_256 = [format for format, (numbers, _) in BLOCKS.items() if numbers == 256]
+# Compared with other implementations in tests/loader and tests/oracle.
+READ_ELSEWHERE = [*BLOCKS_OF_256, WeightFormat.E4M3, WeightFormat.NVFP4]
+FP8_GROUP = 48  # inputs
 EXPERTS = Experts(6, 2, 64, True)
 SPARSE = ("mixtral", "qwen3moe")
 
@@ -113,6 +117,10 @@ def values_scale(head_dim: int) -> float:
 def quantize(values: npt.NDArray[np.float32], format: WeightFormat) -> npt.NDArray[np.uint8]:
     """[rows, columns] as bytes of a GGUF format, rounded the plain way."""
     match format:
+        case WeightFormat.E4M3:
+            return fp8_rows(values)
+        case WeightFormat.NVFP4:
+            return fp4_rows(values)
         case WeightFormat.F32:
             return values.view(np.uint8).reshape(-1)
         case WeightFormat.F16:
@@ -132,6 +140,27 @@ def quantize(values: npt.NDArray[np.float32], format: WeightFormat) -> npt.NDArr
         nibbles = (steps + 8).astype(np.uint8)
         body = nibbles[:, :16] | (nibbles[:, 16:] << 4)
     return np.concatenate([scale.view(np.uint8), body], axis=1).reshape(-1)
+
+
+def fp8_rows(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Rows of E4M3 with a scale for `FP8_GROUP` inputs."""
+    parts = np.split(values, range(FP8_GROUP, values.shape[1], FP8_GROUP), axis=1)
+    scales = np.stack([np.abs(part).max(axis=1) / np.float32(448) for part in parts], axis=1)
+    codes = values / np.repeat(scales, FP8_GROUP, axis=1)[:, : values.shape[1]]
+    rows = [scales.view(np.uint8), codes.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)]
+    return np.concatenate(rows, axis=1).reshape(-1)
+
+
+def fp4_rows(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Rows of NVFP4: scales that fit the values, and random numbers."""
+    rng = np.random.default_rng(values.size)
+    rows, inputs = values.shape
+    whole = np.abs(values).max(axis=1, keepdims=True) / np.float32(448 * 6)
+    largest = np.abs(values).reshape(rows, -1, 16).max(axis=2) / 6
+    scales = (largest / whole).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    codes = rng.integers(0, 256, (rows, inputs // 32, 16), np.uint8)
+    blocks = np.concatenate([scales.reshape(rows, -1, 2), codes], axis=2)
+    return np.concatenate([whole.view(np.uint8), blocks.reshape(rows, -1)], axis=1).reshape(-1)
 
 
 def random_blocks(format: WeightFormat, like: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
@@ -193,7 +222,7 @@ def dequantize(weight: Weight) -> Floats:
     if weight.format.grouped:
         return dequantize_grouped(weight)
     data = weight.data
-    if weight.format in BLOCKS_OF_256:  # test_dequantize compares them with the gguf package
+    if weight.format in READ_ELSEWHERE:
         return dequantize_blocks(weight).astype(np.float64)
     match weight.format:
         case WeightFormat.F32:
@@ -240,5 +269,6 @@ def checkpoint(
             middle = 0.0 if role.endswith(".bias") else 1.0
             values = rng.normal(middle, 0.2, shape).astype(np.float32)
             stored = WeightFormat.F32
-        weights[role] = Weight(role, stored, shape, quantize(values, stored))
+        group = FP8_GROUP if stored is WeightFormat.E4M3 else 0
+        weights[role] = Weight(role, stored, shape, quantize(values, stored), group)
     return Checkpoint(Path("tiny"), config, weights, cast(Tokenizer, None), None)

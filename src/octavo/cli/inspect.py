@@ -184,9 +184,9 @@ def weigh_formats(checkpoint: Checkpoint, isa: str | None = None) -> list[dict[s
     for weight in checkpoint.weights.values():
         stored = weight.stored
         kept = held_form(weight)
-        group = kept.group if kept.format.grouped else None
+        group = kept.group or None
         # Of all inputs, however many a matrix has.
-        group = -1 if group == weight.shape[-1] else group
+        group = -1 if group is not None and group >= weight.shape[-1] else group
         key = (stored.format, kept.format, group, weight.order is not None)
         facts = found.setdefault(
             key,

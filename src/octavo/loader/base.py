@@ -23,9 +23,10 @@ class WeightFormat(IntEnum):
     """How a weight's numbers are stored. Values equal ggml's type numbers (GGUF specification).
 
     Those from 1000 on are no file's. I2 to I8: integers of so many bits with a scale and a zero for
-    a group of inputs, into which the layouts of GPTQ, AWQ and compressed-tensors are brought
-    (`Weight`). T3 and T4: codes of 3 and 4 bits into a table, as which the native executor holds
-    the formats whose numbers are points of a grid (executor/native/held_form.py).
+    a group of inputs, into which the layouts of GPTQ, AWQ and compressed-tensors are brought. NVFP4
+    and E4M3: floats of 4 and 8 bits with scales (all of these: `Weight`). T3 and T4: codes of 3 and
+    4 bits into a table, as which the native executor holds the formats whose numbers are points of
+    a grid (executor/native/held_form.py).
     """
 
     F32 = 0
@@ -61,6 +62,8 @@ class WeightFormat(IntEnum):
     T3_IQ2 = 1032
     T4_IQ3_XXS = 1041
     T4_IQ3_S = 1042
+    NVFP4 = 1044
+    E4M3 = 1080
 
     @property
     def in_gguf(self) -> bool:
@@ -108,13 +111,20 @@ class Weight(NamedTuple):
     A row of a grouped format is, one after another: a scale, fp32, for each group of ``group``
     inputs (the last may be shorter); a zero, one byte, for each; the numbers, b bits each, as a
     stream of bits from the lowest of the first byte on. w = scale * (number - zero).
+
+    A row of E4M3 is a scale, fp32, for each group of ``group`` inputs, then a byte for each input,
+    an fp8 number (OCP 8-bit floating point). w = scale * number. A row of NVFP4 is a scale, fp32,
+    then for each 32 inputs two E4M3 scales of 16 and 16 bytes of E2M1 numbers, two in each, the
+    first in the low half. w = scale * (E4M3 scale * number).
     """
 
     name: str  # as the file calls it, for error messages
     format: WeightFormat
     shape: tuple[int, ...]  # outermost first
     source: Bytes | MadeRows
-    group: int = 0  # inputs that share a scale: a multiple of 32, or all (grouped formats)
+    # Inputs that share a scale: a multiple of 32, or all (grouped formats); of 16, or more than all
+    # (E4M3).
+    group: int = 0
     # The matrix's input i is element order[i] of the activations (GPTQ's activation order).
     order: npt.NDArray[np.int32] | None = None
     stored_as: Stored | None = None

@@ -39,6 +39,10 @@ def dequantize(weight: Weight, first: int = 0, last: int | None = None) -> Float
     data = weight.rows(first, last).reshape(last - first, -1)
     if weight.format.grouped:
         values = _grouped(data, _BITS[weight.format], inputs, weight.group or inputs)
+    elif weight.format is WeightFormat.E4M3:
+        values = _e4m3(data, inputs, weight.group)
+    elif weight.format is WeightFormat.NVFP4:
+        values = _nvfp4(data)
     elif weight.format in _FORMATS:
         size, read = _FORMATS[weight.format]
         blocks = np.ascontiguousarray(data).reshape(-1, size)
@@ -62,6 +66,9 @@ def group_scales(weight: Weight, first: int = 0, last: int | None = None) -> Flo
     if weight.format.grouped:
         groups = -(-weight.shape[-1] // (weight.group or weight.shape[-1]))
         return np.ascontiguousarray(data[:, : 4 * groups]).view("<f4")
+    if weight.format is WeightFormat.NVFP4:
+        scale, scales, _ = _nvfp4_parts(data)
+        return np.abs(scale * scales / 2)  # steps of E2M1 are halves
     if weight.format not in _FORMATS:
         return None
     blocks = data.reshape(-1, _FORMATS[weight.format][0])
@@ -105,6 +112,39 @@ def _grouped(rows: Bytes, bits: int, inputs: int, group: int) -> Float32:
         numbers = single.reshape(len(rows), inputs, bits) @ (1 << np.arange(bits, dtype=np.uint8))
     of = np.arange(inputs) // group
     values: Float32 = scales[:, of] * (numbers.astype(np.float32) - zeros[:, of])
+    return values
+
+
+# --- fp8 and fp4 ---------------------------------------------------------------------------------
+
+_EXPONENT, _FRACTION = np.divmod(np.arange(128), 8)
+_MAGNITUDES = np.where(
+    _EXPONENT > 0, np.ldexp(8.0 + _FRACTION, _EXPONENT - 10), np.ldexp(1.0 * _FRACTION, -9)
+)
+_MAGNITUDES[127] = np.nan
+_E4M3: Float32 = np.concatenate([_MAGNITUDES, -_MAGNITUDES]).astype(np.float32)  # by their bytes
+
+
+def _e4m3(rows: Bytes, inputs: int, group: int) -> Float32:
+    groups = -(-inputs // group)
+    scales = np.ascontiguousarray(rows[:, : 4 * groups]).view("<f4")
+    values: Float32 = scales[:, np.arange(inputs) // group] * _E4M3[rows[:, 4 * groups :]]
+    return values
+
+
+def _nvfp4_parts(rows: Bytes) -> tuple[Float32, Float32, Bytes]:
+    """Scale of the row [rows, 1], scales of 16 inputs [rows, groups], codes [rows, inputs]."""
+    scale = np.ascontiguousarray(rows[:, :4]).view("<f4")
+    blocks = rows[:, 4:].reshape(len(rows), -1, 18)
+    pairs = blocks[:, :, 2:]
+    codes = np.stack([pairs & 15, pairs >> 4], axis=3).reshape(len(rows), -1)
+    return scale, _E4M3[blocks[:, :, :2]].reshape(len(rows), -1), codes
+
+
+def _nvfp4(rows: Bytes) -> Float32:
+    scale, scales, codes = _nvfp4_parts(rows)
+    numbers: Float32 = np.repeat(scales, 16, axis=1) * _E2M1[codes] * np.float32(0.5)
+    values: Float32 = scale * numbers
     return values
 
 

@@ -13,6 +13,7 @@ from octavo.loader.base import CheckpointError, Weight, WeightFormat
 from octavo.models.program import Program, RowOp
 
 _INPUTS = 32  # of a grouped format's matrix: a multiple (kernels/linear.h)
+_FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16, WeightFormat.E4M3)
 
 
 def held_bytes(weight: Weight, isa: str | None = None) -> int:
@@ -65,7 +66,7 @@ def tier_name(isa: str | None) -> str:
 
 def arithmetic_of(format: WeightFormat, isa: str) -> Arithmetic:
     """Return what a tier multiplies a matrix of this format with."""
-    if format not in (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16):
+    if format not in _FLOATS:
         return Arithmetic.INT8
     bf16 = format is WeightFormat.BF16 and isa == "avx512_bf16"
     return Arithmetic.BF16 if bf16 else Arithmetic.FP32

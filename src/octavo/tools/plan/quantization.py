@@ -211,6 +211,7 @@ def arithmetic(
         WeightFormat.BF16: Arithmetic.BF16,
         PlannedFormat.FP8: quantized or (Arithmetic.FP8 if device.has_fp8 else Arithmetic.BF16),
     }
+    units[WeightFormat.E4M3] = units[PlannedFormat.FP8] if device.gpu else Arithmetic.FP32
     return {role: units.get(format, quantized or usual) for role, format in stored.formats.items()}
 
 

@@ -167,8 +167,8 @@ def weights_on(
         )
     if for_gpus(stored) and not device.gpu:
         raise SettingsError(
-            "fp8 weights are for plans of GPUs: CPUs have no fp8 units, and no kernel here takes "
-            "them; w8a8 and q8_0 take about as many bytes"
+            "--format fp8 is for plans of GPUs: CPUs have no fp8 units; w8a8 and q8_0 take about "
+            "as many bytes"
         )
     if not device.measured:
         return stored

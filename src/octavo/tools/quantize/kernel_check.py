@@ -106,7 +106,7 @@ class Native:
 
 
 def _group(weight: Weight) -> dict[str, int]:
-    return {"group": weight.group or weight.shape[1]} if weight.format.grouped else {}
+    return {"group": weight.group or (weight.shape[1] if weight.format.grouped else 0)}
 
 
 def outlier_columns(weight: Weight, first: int = 0, last: int | None = None) -> Float32 | None:
@@ -182,7 +182,7 @@ def product_error(
     # Sums of fp32 numbers, whose rounding every format has.
     size = np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64).T
     allowed = size * (2.0**-24 * (inputs + 8))
-    if format in (WeightFormat.F32, WeightFormat.F16):
+    if format in (WeightFormat.F32, WeightFormat.F16, WeightFormat.E4M3):
         pass
     elif format is WeightFormat.BF16:
         allowed += size * 2.0**-8  # where the tier rounds activations to bf16

@@ -164,8 +164,10 @@ struct AttentionKernels {
                    bool apart, float *states, float *scratch);
     // The state over all chunks from the `count` states of each.
     void (*fold)(const AttentionShape &, int64_t rows, int64_t count, float *states, float *state);
-    // out of head g of token t: out + t * ldo + g * head_dim.
-    void (*finish)(const AttentionShape &, int64_t tokens, float *state, float *out, int64_t ldo);
+    // out of head g of token t: out + t * ldo + g * head_dim. `sinks` (null: none) has a score a
+    // head, in its softmax beside those of the keys, with a value of zero.
+    void (*finish)(const AttentionShape &, const float *sinks, int64_t tokens, float *state,
+                   float *out, int64_t ldo);
 };
 
 // Recurrent layers (models/recurrence.py), one token after the other in fp32: what a token leaves

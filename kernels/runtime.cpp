@@ -559,6 +559,8 @@ void Runtime::check_region(Region &region, Program &program) {
             checked_group(attention->layer.group, attention->layer.index).head_dim;
         value(attention->q, width, "q");
         value(attention->out, width, "attention output");
+        if (attention->sinks >= 0)
+            check_vector(attention->sinks, config_.num_heads);
         program.cached = true;
         if (selected || attention->q.local || attention->out.local)
             refuse("attention of selected rows only, or of a thread's");
@@ -1239,7 +1241,8 @@ Job Runtime::job_of(const AttentionRegion &region, int64_t) const {
 }
 
 void Runtime::run(const AttentionRegion &region, int thread, int64_t begin, int64_t end) {
-    attention_.run(region.layer, row_of(region.q, 0), region.q.stride, row_of(region.out, 0),
+    const float *sinks = region.sinks < 0 ? nullptr : vectors_[size_t(region.sinks)].data();
+    attention_.run(region.layer, row_of(region.q, 0), region.q.stride, sinks, row_of(region.out, 0),
                    region.out.stride, arena_.data(), thread, begin, end);
 }
 

@@ -192,6 +192,7 @@ struct LinearRegion {
 struct AttentionRegion {
     Value q, out;
     PagedAttention::Layer layer;
+    int64_t sinks; // a vector of a score a head, or -1
 };
 struct RecurrentLayer {
     RecurrenceShape shape;

@@ -238,8 +238,8 @@ void bind_runtime(nb::module_ &m) {
             },
             "parts"_a, "accumulate"_a);
     nb::class_<AttentionRegion>(m, "AttentionRegion")
-        .def(nb::init<Value, Value, int64_t, int64_t, float, float>(), "q"_a, "out"_a, "group"_a,
-             "layer"_a, "scale"_a, "softcap"_a);
+        .def(nb::init<Value, Value, int64_t, int64_t, float, float, int64_t>(), "q"_a, "out"_a,
+             "group"_a, "layer"_a, "scale"_a, "softcap"_a, "sinks"_a);
     nb::class_<ShortConvShape>(m, "ShortConvShape").def(nb::init<>());
     nb::class_<DeltaShape>(m, "DeltaShape")
         .def(nb::init<int64_t, int64_t, int64_t, int64_t, bool>(), "key_heads"_a, "value_heads"_a,

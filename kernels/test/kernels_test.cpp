@@ -68,7 +68,7 @@ float from_half(KvKind kind, uint16_t half) {
 
 // Computes a function of rows by its name; `y` null: it has one input.
 void apply(const Tier &tier, const std::string &name, const float *x, const float *y, float *out,
-           int64_t n, const float *weight = nullptr, float number = 0) {
+           int64_t n, const float *weight = nullptr, const Floats &numbers = {0.0f}) {
     const std::span functions(tier.row.functions, tier.row.num_functions);
     const auto function = std::ranges::find_if(functions, [&](const RowFunction &each) {
         return name == each.name && each.inputs == (y ? 2 : 1) && each.weights == (weight ? 1 : 0);
@@ -77,7 +77,7 @@ void apply(const Tier &tier, const std::string &name, const float *x, const floa
         expect(tier, name.c_str(), 1, 0, 0);
         return;
     }
-    function->run({{x, y}, {weight}, &number, out, n});
+    function->run({{x, y}, {weight}, numbers.data(), out, n});
 }
 
 void test_rows(const Tier &tier) {
@@ -86,7 +86,7 @@ void test_rows(const Tier &tier) {
     const Floats x = normal(n, 3.0f), y = normal(n);
     Floats out(x.size());
 
-    apply(tier, "rms_norm", x.data(), nullptr, out.data(), n, y.data(), 1e-5f);
+    apply(tier, "rms_norm", x.data(), nullptr, out.data(), n, y.data(), {1e-5f});
     double squares = 0.0;
     for (const float value : x)
         squares += double(value) * value;
@@ -108,7 +108,7 @@ void test_rows(const Tier &tier) {
         expect(tier, "add_scaled", sum[i], double(y[i]) + double(x[i]) * 0.7f, 3e-7);
 
     Floats in_place = x;
-    apply(tier, "rms_norm", in_place.data(), nullptr, in_place.data(), n, y.data(), 1e-5f);
+    apply(tier, "rms_norm", in_place.data(), nullptr, in_place.data(), n, y.data(), {1e-5f});
     if (in_place != out)
         expect(tier, "rms_norm in place", 1, 0, 0);
 
@@ -140,6 +140,13 @@ void test_rows(const Tier &tier) {
         const double inner = std::sqrt(2.0 / M_PI) * (v + 0.044715 * v * v * v);
         expect(tier, "gelu", out[i], 0.5 * v * (1.0 + std::tanh(inner)) * y[i], 2e-6);
     }
+    apply(tier, "swiglu_clamped", x.data(), y.data(), out.data(), n, nullptr, {1.702f, 1.5f});
+    for (size_t i = 0; i < x.size(); ++i) {
+        const double gate = std::min(double(x[i]), 1.5);
+        const double up = std::clamp(double(y[i]), -1.5, 1.5);
+        const double wanted = (up + 1.0) * gate / (1.0 + std::exp(-1.702 * gate));
+        expect(tier, "swiglu_clamped", out[i], wanted, 2e-6);
+    }
     apply(tier, "sigmoid", x.data(), y.data(), out.data(), n);
     for (size_t i = 0; i < x.size(); ++i)
         expect(tier, "sigmoid", out[i], y[i] / (1.0 + std::exp(-double(x[i]))), 1e-6);
@@ -164,6 +171,14 @@ void test_rows(const Tier &tier) {
     apply(tier, "silu", unknown.data(), ones.data(), unknown.data(), 1);
     if (!std::isnan(unknown[0]))
         expect(tier, "silu of NaN", 1, 0, 0);
+    for (const bool up : {false, true}) {
+        const float *gate = up ? ones.data() : unknown.data();
+        Floats clamped(1);
+        apply(tier, "swiglu_clamped", gate, up ? unknown.data() : ones.data(), clamped.data(), 1,
+              nullptr, {1.702f, 7.0f});
+        if (!std::isnan(clamped[0]))
+            expect(tier, "swiglu_clamped of NaN", 1, 0, 0);
+    }
 
     Floats capped = x;
     row.softcap(capped.data(), 2.5f, n);
@@ -444,6 +459,8 @@ void test_attention(const Tier &tier) {
     const auto *base = reinterpret_cast<const std::byte *>(arena.data()) + head * head_bytes(shape);
     const AttentionQuery query{q.data(), stride, position, tokens, table.data(), base};
 
+    const Floats sinks = normal(group, 3.0f);
+    const float *const beside = draw(0, 1) == 0 ? nullptr : sinks.data();
     const auto run = [&](const AttentionQuery &part, bool apart) {
         const int64_t rows = part.tokens * group;
         const int64_t begin = part.first_chunk(shape.window), end = part.end_chunk();
@@ -464,7 +481,7 @@ void test_attention(const Tier &tier) {
             }
             tier.attention.fold(shape, rows, end - begin, states.data(), state.data());
         }
-        tier.attention.finish(shape, part.tokens, state.data(), out.data(), stride);
+        tier.attention.finish(shape, beside, part.tokens, state.data(), out.data(), stride);
         return out;
     };
     // Queries and weights are rounded to bf16 where the products are of bf16.
@@ -508,6 +525,10 @@ void test_attention(const Tier &tier) {
                 top = std::max(top, score);
             }
             double total = 0.0;
+            if (beside != nullptr) {
+                top = std::max(top, double(sinks[size_t(g)]));
+                total = std::exp(sinks[size_t(g)] - top);
+            }
             for (double &score : scores)
                 total += score = std::exp(score - top);
             for (int64_t d = 0; d < dim; ++d) {

@@ -101,6 +101,18 @@ void gelu_tanh(const float *gate, const float *up, float *out, int64_t n) {
     });
 }
 
+// gpt-oss's gate: g sigmoid(alpha g) (u + 1) of the gate, at most the limit, and of up within it.
+void swiglu_clamped(const RowArguments &a) {
+    const Vec one = Vec::set(1.0f), zero = Vec::set(0.0f);
+    const Vec alpha = Vec::set(a.numbers[0]), limit = Vec::set(a.numbers[1]);
+    for_vectors(a.n, [&](int64_t i, int64_t count) {
+        const Vec gate = load_part(a.inputs[0] + i, count), up = load_part(a.inputs[1] + i, count);
+        // A NaN stands first in neither: it comes out as it is.
+        const Vec g = min(limit, gate), u = max(zero - limit, min(limit, up));
+        store_part(g / (one + exp(zero - alpha * g)) * (u + one), a.out + i, count);
+    });
+}
+
 void sigmoid(const float *gate, const float *up, float *out, int64_t n) {
     for_vectors(n, [&](int64_t i, int64_t count) {
         const Vec activated = sigmoid_of(load_part(gate + i, count));
@@ -178,6 +190,7 @@ constexpr RowFunction kFunctions[] = {
     {"silu", 2, 0, 0, activated<silu>},
     {"gelu_tanh", 1, 0, 0, activated<gelu_tanh>},
     {"gelu_tanh", 2, 0, 0, activated<gelu_tanh>},
+    {"swiglu_clamped", 2, 0, 2, swiglu_clamped},
     {"sigmoid", 1, 0, 0, activated<sigmoid>},
     {"sigmoid", 2, 0, 0, activated<sigmoid>},
     {"softplus", 1, 1, 0,

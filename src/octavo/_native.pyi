@@ -198,7 +198,14 @@ class LinearRegion:
 
 class AttentionRegion:
     def __init__(
-        self, q: Value, out: Value, group: int, layer: int, scale: float, softcap: float
+        self,
+        q: Value,
+        out: Value,
+        group: int,
+        layer: int,
+        scale: float,
+        softcap: float,
+        sinks: int,
     ) -> None: ...
 
 class ShortConvShape: ...

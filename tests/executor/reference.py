@@ -56,7 +56,11 @@ def run(
                 )
             case model.PagedAttention():
                 keys, stored = cache[op.layer]
-                values[op.out] = attend(values[op.q], keys, stored, op.head_dim, op)
+                sinks = None if op.sinks is None else weights[op.sinks]
+                values[op.out] = attend(values[op.q], keys, stored, op.head_dim, op, sinks)
+            case model.GatedActivation(gate, up, out, Activation.SWIGLU_CLAMPED, (alpha, limit)):
+                g, u = np.minimum(values[gate], limit), np.clip(values[up], -limit, limit)
+                values[out] = (u + 1.0) * g / (1.0 + np.exp(-alpha * g))
             case model.GatedActivation(gate, up, out, activation):
                 values[out] = activate(values[gate], activation) * values[up]
             case model.GateRow(x, gate, out, group):
@@ -125,7 +129,12 @@ def rotate(x: Floats, positions: npt.NDArray[np.int64], head_dim: int, rope: Rop
 
 
 def attend(
-    q: Floats, keys: Floats, values: Floats, head_dim: int, op: model.PagedAttention
+    q: Floats,
+    keys: Floats,
+    values: Floats,
+    head_dim: int,
+    op: model.PagedAttention,
+    sinks: Floats | None,
 ) -> Floats:
     queries = q.reshape(len(q), -1, head_dim).transpose(1, 0, 2)
     group = queries.shape[0] // (keys.shape[1] // head_dim)
@@ -139,9 +148,12 @@ def attend(
     if op.window is not None:
         seen &= distance < op.window
     scores = np.where(seen, scores, -np.inf)
+    if sinks is not None:  # as one more key, the last
+        beside = np.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+        scores = np.concatenate([scores, beside], axis=2)
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
     weights /= weights.sum(axis=2, keepdims=True)
-    result: Floats = (weights @ stored).transpose(1, 0, 2).reshape(q.shape)
+    result: Floats = (weights[..., : len(keys)] @ stored).transpose(1, 0, 2).reshape(q.shape)
     return result
 
 

@@ -15,7 +15,7 @@ from octavo.executor.native.packing import arithmetic_of
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import CheckpointError, WeightFormat
 from octavo.models import families
-from octavo.models.config import Layer, ModelConfig, Rope
+from octavo.models.config import Activation, Layer, ModelConfig, Rope
 
 ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]
 
@@ -28,6 +28,8 @@ SHAPES = {
         tied_embeddings=False, biases=frozenset({"attn_q", "attn_k", "attn_v", "ffn_down"})
     ),
     "softcaps": tiny.config(attention_softcap=5.0, logits_softcap=3.0),
+    "sinks": tiny.config("gemma3", sinks=True, num_heads=6),
+    "clamped": tiny.config(activation=Activation.SWIGLU_CLAMPED, swiglu_limit=0.75),
     "gemma3": tiny.config("gemma3"),
     "gemma3, window of one": tiny.config(
         "gemma3", layers=(Layer(Rope(10000.0, 16, False), 1), Layer(Rope(10000.0, 16, False)))

@@ -38,7 +38,16 @@ import transformers
 from safetensors.numpy import load_file
 
 from oracle.drawn_configs import GEMMA, Around
-from oracle.tiny_folders import BASE, FAMILIES, TEXT, changed, folder, gguf_labels, weights
+from oracle.tiny_folders import (
+    BASE,
+    FAMILIES,
+    TEXT,
+    changed,
+    folder,
+    gguf_labels,
+    transformed,
+    weights,
+)
 
 VOCAB = 96
 PROMPT = 150  # tokens before the greedy ones: more than two chunks of 64, and than every window
@@ -235,6 +244,7 @@ def models() -> dict[str, Tiny]:
             ),
             gguf=False,
         ),
+        "gpt_oss": gpt_oss(sizes),
         "lfm2": lfm2(sizes),
         "qwen3_5": qwen3_5(sizes),
         "qwen3_5_moe": qwen3_5_moe(sizes),
@@ -789,6 +799,71 @@ def qwen3_next(sizes: dict[str, Any]) -> Tiny:
     return Tiny(config, cases, gguf=False, around=DELTA_NETS)
 
 
+def gpt_oss(sizes: dict[str, Any]) -> Tiny:
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    scaled |= {"truncate": False}
+    yarn = scaled | {"rope_theta": 5000.0}
+    full, local = "full_attention", "sliding_attention"
+    own = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+    config = transformers.GptOssConfig(
+        **sizes | own | {"head_dim": 16, "sliding_window": 17},
+        rope_parameters=yarn,
+        swiglu_limit=2.0,
+    )
+
+    def rope(values: dict[str, Any], *, gguf: bool = False) -> Case:
+        return Case({"rope_parameters": {"rope_theta": 5000.0, **values}}, gguf=gguf)
+
+    # The converter writes neither the limit nor that YaRN's range is not rounded.
+    usual = {"swiglu_limit": 7.0, "rope_parameters": yarn | {"truncate": True}}
+    return Tiny(
+        config,
+        {
+            "truncated": Case(usual, gguf=True),
+            "unscaled": Case(usual | {"rope_parameters": {"rope_type": "default"}}, gguf=True),
+            "linear": rope({"rope_type": "linear", "factor": 2.5}),
+            "rope-by-default": Case(without=("rope_parameters",)),
+            "published": Case(
+                {
+                    "rope_scaling": scaled | {"beta_fast": 32.0, "beta_slow": 1.0},
+                    "rope_theta": 10000.0,
+                    "initial_context_length": 4096,
+                },
+                without=("rope_parameters",),
+            ),
+            "wide-window": Case(usual | {"sliding_window": 300}, gguf=True),
+            "types-by-default": Case(without=("layer_types",), same=True),
+            "all-windows": Case({"layer_types": [local] * 2}),
+            "no-windows": Case({"layer_types": [full] * 2}),
+            "three-layers": Case(usual | {"num_hidden_layers": 3, "layer_types": None}, gguf=True),
+            "one-kv-head": Case(usual | {"num_key_value_heads": 1}, gguf=True),
+            "one-expert": Case(usual | {"num_experts_per_tok": 1}, gguf=True),
+            "all-experts": Case({"num_experts_per_tok": 4}),
+            "swiglu": Case({"swiglu_alpha": 0.7, "swiglu_limit": 0.5}),
+            "no-biases": Case({"attention_bias": False}),
+            "tied": Case({"tie_word_embeddings": True}),
+            "no-head-dim": Case(without=("head_dim",)),
+            "odd": Case(
+                usual
+                | {
+                    "hidden_size": 40,
+                    "num_attention_heads": 6,
+                    "num_key_value_heads": 3,
+                    "head_dim": 12,
+                    "intermediate_size": 36,
+                    "num_local_experts": 7,
+                    "num_experts_per_tok": 3,
+                    "rms_norm_eps": 1e-3,
+                },
+                gguf=True,
+            ),
+        },
+        gguf=False,
+        # Choices of experts that roundings do not change.
+        around={"sinks": (0.0, 2.0), "router.weight": (0.0, 1.0)},
+    )
+
+
 def mistral3(sizes: dict[str, Any]) -> Tiny:
     """The text part of a Mistral Small that sees."""
     text = sizes | {"model_type": "mistral", "head_dim": 16, "sliding_window": None}
@@ -1105,12 +1180,12 @@ def recipe(path: Path, weights: dict[str, npt.NDArray[np.float32]], heads: set[i
         made = [
             (name, group, shift)
             for name, values in weights.items()
-            for group in ({0} | heads if name.endswith(("q_proj.weight", "k_proj.weight",
-                                                        "q_proj.bias", "k_proj.bias")) else {0})
+            for group in forms(name, heads)
             for shift in (0, 1)
-            if values.nbytes == len(content) and len(values) % max(2 * group, 1) == 0
+            if values.nbytes % len(content) == 0
+            and (isinstance(group, str) or len(values) % max(2 * group, 1) == 0)
             and transformed(values, group, shift).tobytes() == content
-        ]  # fmt: skip
+        ]
         numbers = [] if made else np.frombuffer(content, np.float32).tolist()
         stacked = []
         if len(tensor.shape) == 3 and not made:
@@ -1122,11 +1197,13 @@ def recipe(path: Path, weights: dict[str, npt.NDArray[np.float32]], heads: set[i
     return data[: reader.data_offset], tensors
 
 
-def transformed(values: npt.NDArray[np.float32], heads: int, shift: int) -> npt.NDArray[np.float32]:
-    if heads and len(values) % (2 * heads) == 0:
-        halves = values.reshape(heads, 2, -1, *values.shape[1:])
-        values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
-    return values + np.float32(shift) if shift else values
+def forms(name: str, heads: set[int]) -> set[int | str]:
+    """What `transformed` may make of a tensor."""
+    if name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")):
+        return {0, *heads}
+    if name.endswith(("experts.gate_up_proj", "experts.gate_up_proj_bias")):
+        return {"gate", "up"}
+    return {"turned"} if name.endswith("experts.down_proj") else {0}
 
 
 def record_gguf(name: str, tiny: Tiny) -> None:

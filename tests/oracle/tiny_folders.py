@@ -119,6 +119,20 @@ def quantized_folder(name: str, path: Path) -> Path:
     return path
 
 
+def transformed(values: Float32, how: int | str, shift: int) -> Float32:
+    """A folder's tensor as GGUF has it: rows of so many heads in pairs, or a stack of experts'
+    matrices turned, of which gate and up are the rows in turn.
+    """
+    if isinstance(how, str):
+        turned = values.swapaxes(1, 2) if values.ndim == 3 else values
+        first = {"gate": 0, "up": 1}
+        values = np.ascontiguousarray(turned[:, first[how] :: 2] if how in first else turned)
+    elif how and len(values) % (2 * how) == 0:
+        halves = values.reshape(how, 2, -1, *values.shape[1:])
+        values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+    return values + np.float32(shift) if shift else values
+
+
 def gguf_file(name: str, label: str, path: Path) -> Path:
     """The file that llama.cpp's converter made, from its header and the folder's tensors."""
     with np.load(FAMILIES / name / "gguf.npz") as data:
@@ -127,12 +141,7 @@ def gguf_file(name: str, label: str, path: Path) -> Path:
     made = weights(name, label)
     for offset, source, *how in tensors:
         if how:
-            values = made[source]
-            heads, shift = how
-            if heads:
-                halves = values.reshape(heads, 2, -1, *values.shape[1:])
-                values = halves.swapaxes(1, 2).reshape(values.shape)
-            values = values + np.float32(shift)
+            values = transformed(made[source], *how)
         elif isinstance(source[0], str):
             values = np.stack([made[each] for each in source])
         else:

@@ -113,6 +113,21 @@ def experts(prefix: str, part: str, weight: Weight, config: ModelConfig) -> dict
     return found
 
 
+def expert_biases(role: str, weight: Weight, config: ModelConfig) -> dict[str, Weight]:
+    """The experts' biases by role, of a tensor [experts, out] of the role ``role``.
+
+    Raises `ValueError` for another number of experts than the model has.
+    """
+    count = config.experts.count if config.experts is not None else 0
+    if len(weight.shape) != 2 or weight.shape[0] != count:
+        raise ValueError(
+            f"tensor {weight.name!r} has shape {list(weight.shape)}; "
+            f"the model's metadata asks for {count} biases"
+        )
+    rows = weight.split([1] * count)
+    return {f"{role}.{i}.bias": row._replace(shape=row.shape[1:]) for i, row in enumerate(rows)}
+
+
 def vector(weight: Weight) -> Weight:
     """Norms, biases, convolutions and routers, widened to F32 (exactly) so that executors read one
     format.

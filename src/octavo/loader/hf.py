@@ -25,6 +25,7 @@ from octavo.loader.hf_config import model_config, sizes_left_out, text_config
 from octavo.loader.hf_folder import CONFIG, HfFolder, HfWeights
 from octavo.loader.hf_special_tokens import TOKENIZER_CONFIG
 from octavo.loader.hf_tokenizer import GENERATION, hf_tokenizer
+from octavo.loader.interleaved_experts import interleaved_experts
 from octavo.loader.quantization_config import ModelTensors
 from octavo.models.config import ModelConfig
 from octavo.models.families import FAMILIES, program
@@ -146,7 +147,12 @@ def _weights(
     tensors: ModelTensors, name: str, shapes: dict[str, tuple[int, ...]], config: ModelConfig
 ) -> list[tuple[str, Weight]]:
     """What a tensor is in the Program, by role; by its own name if it is nothing there."""
-    if match := _STACK.fullmatch(_PREFIX.sub("", name, count=1)):
+    plain = _PREFIX.sub("", name, count=1)
+    if FAMILIES[config.family].interleaved_experts:
+        interleaved = interleaved_experts(tensors.stored, name, plain, config)
+        if interleaved is not None:
+            return list(interleaved.items())
+    elif match := _STACK.fullmatch(plain):
         stack = tensors.stored.weight(name)
         try:
             found = experts(f"layers.{int(match[1])}", _STACKS[match[2]], stack, config)

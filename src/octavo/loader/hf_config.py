@@ -181,6 +181,7 @@ class _Reader:
             "layers": self.layers(),
             "temperature": self.temperature(),
             "biases": self.biases(),
+            "sinks": self.family.sinks,
         }
         if self.family.embedding_root:
             values["embedding_scale"] = sqrt(self.hidden)
@@ -316,6 +317,7 @@ class _Reader:
             self.count("num_experts_per_tok"),
             self.count(size),
             self.section.flag("norm_topk_prob") if self.has("norm_topk_prob") else True,
+            **self.family.experts,
         )
         step = self.count("decoder_sparse_step") if self.has("decoder_sparse_step") else 1
         dense = self.values["mlp_only_layers"] if self.has("mlp_only_layers") else []
@@ -466,6 +468,8 @@ class _Reader:
         if not key:
             return Activation.SILU
         name = self.section.text(key)
+        if self.family.activation is Activation.SWIGLU_CLAMPED:
+            return self.family.activation  # its class has the key, and its model does not heed it
         if name not in ACTIVATIONS:
             self.fail(f"{key} {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]

@@ -10,6 +10,7 @@ from octavo.loader.base import ChatTemplate, Checkpoint, Weight
 from octavo.loader.bind import (
     STACKS,
     bind,
+    expert_biases,
     experts,
     gathered,
     listed,
@@ -36,6 +37,7 @@ _BLOCK = re.compile(r"blk\.(\d{1,4})\.")
 _LAYER = re.compile(r"^layers\.\d+\.")
 # A tensor an expert, as files had them before there was one for all.
 _OLD_EXPERT = re.compile(r"(layers\.\d+\.ffn_(?:gate|up|down))(\.\d+)")
+_STACKED_BIAS = re.compile(r"(layers\.\d+\.ffn_(?:gate|up|down)_exps)\.bias")
 
 
 def load(path: Path) -> Checkpoint:
@@ -117,7 +119,12 @@ def _by_role(
         rows = [shapes[each][0] for each in roles if each in shapes]
         called, ending = part.removesuffix(".bias"), ".bias" if part.endswith(".bias") else ""
         places = gathered(prefix, called, ending, shapes, config, gguf=True)
-        if places:
+        if match := _STACKED_BIAS.fullmatch(key):
+            try:
+                found = expert_biases(match[1], weight, config)
+            except ValueError as error:
+                file.fail(str(error))
+        elif places:
             try:
                 found = taken(weight, places)
             except ValueError as error:

@@ -31,7 +31,10 @@ from octavo.models.refused import refusal
 from octavo.models.rope import yarn_factors, yarn_magnitude
 
 KV = ("attn_k", "attn_v")
-PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+PROJECTIONS = (
+    *("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
+    "ffn_gate_inp",
+)
 # Keys that may have a number for each layer, where llama.cpp takes one for all, too.
 KV_HEADS = "attention.head_count_kv"
 PER_LAYER = (
@@ -129,6 +132,7 @@ class _Reader:
                 num_heads=heads,
                 head_dim=head_dim,
                 activation=self.family.activation,
+                sinks=self.family.sinks,
                 tied_embeddings="output.weight" not in file.tensors,
             )
         except ValueError as error:
@@ -172,7 +176,7 @@ class _Reader:
             return (dense or sparse)[0], None
         chosen = self.positive("expert_used_count")
         size = self.positive(sparse[0].expert_size)
-        return sparse[0], Experts(count, chosen, size, renormalize=True)
+        return sparse[0], Experts(count, chosen, size, renormalize=True, **sparse[0].experts)
 
     def layers(self, count: int, head_dim: int, wide: int) -> tuple[Layer, ...]:
         """The layers with their windows; those without have heads of ``wide`` elements."""

@@ -95,6 +95,8 @@ def find_layout(stored: HfWeights) -> Layout | None:
         fail("is not an object")
     keys = Section(fail, values)
     method = keys.text("quant_method", default).lower()
+    if method == "mxfp4":  # of experts only, which are read with their stacks
+        return None
     if method not in _METHODS:
         fail(f"quant_method {method!r} is not supported; supported are {', '.join(_METHODS)}")
     return _METHODS[method](stored, keys)

@@ -132,8 +132,9 @@ class Builder:
         if c.temperature is not None:
             self.append(ScaleByPosition(q, q, c.temperature.beta, c.temperature.original))
         scale, softcap = c.attention_scale, c.attention_softcap
+        sinks = self.role("attn_sinks") if c.sinks else None
         self.append(
-            PagedAttention(q, attn, source, kv_heads, head_dim, scale, layer.window, softcap)
+            PagedAttention(q, attn, source, kv_heads, head_dim, scale, layer.window, softcap, sinks)
         )
         if gate is not None:
             self.append(GatedActivation(gate, attn, attn, Activation.SIGMOID))
@@ -147,8 +148,16 @@ class Builder:
         gate, up = self.value("gate"), self.value("up")
         self.linear(x, "ffn_gate", gate)
         self.linear(x, "ffn_up", up)
-        self.append(GatedActivation(gate, up, gate, self.config.activation))
+        self.gate(gate, up)
         self.linear(gate, "ffn_down", out)
+
+    def gate(self, gate: str, up: str) -> None:
+        """Write down the activation of ``gate``, times ``up``, in place of it."""
+        c = self.config
+        numbers: tuple[float, ...] = ()
+        if c.activation is Activation.SWIGLU_CLAMPED:
+            numbers = c.swiglu_alpha, c.swiglu_limit
+        self.append(GatedActivation(gate, up, gate, c.activation, numbers))
 
     def shared_expert(self, x: str, width: int, *, gate: bool, out: str = "shared") -> None:
         """Write down the expert that every token goes to, from x to ``out``; with a ``gate`` of one
@@ -160,8 +169,7 @@ class Builder:
         if gate:
             self.widths["shared_share"] = 1
             self.linear(x, "ffn_gate_inp_shexp", "shared_share")
-        activation = self.config.activation
-        self.append(GatedActivation("shared_gate", "shared_up", "shared_gate", activation))
+        self.gate("shared_gate", "shared_up")
         self.linear("shared_gate", "ffn_down_shexp", out)
         if gate:
             self.append(GateRow(out, "shared_share", out))
@@ -188,7 +196,6 @@ class Builder:
             "expert_up": wide,
             "expert_out": experts.chosen * self.config.hidden_size,
         }
-        activation = self.config.activation
 
         def linear(x: str, name: str, out: str) -> None:
             self.append(ExpertLinear(x, "route", self.role(name), out, experts))
@@ -199,7 +206,7 @@ class Builder:
         self.append(Route("router", "route", experts, bias, own))
         linear(x, "ffn_gate_exps", "expert_gate")
         linear(x, "ffn_up_exps", "expert_up")
-        self.append(GatedActivation("expert_gate", "expert_up", "expert_gate", activation))
+        self.gate("expert_gate", "expert_up")
         linear("expert_gate", "ffn_down_exps", "expert_out")
         self.append(Combine("expert_out", "route", out, experts))
 

@@ -22,6 +22,7 @@ class Activation(Enum):
 
     SILU = "silu"  # SwiGLU
     GELU_TANH = "gelu_tanh"  # GeGLU with the tanh approximation
+    SWIGLU_CLAMPED = "swiglu_clamped"  # gpt-oss's: see `GatedActivation`
     SIGMOID = "sigmoid"  # of gates on the output of attention
 
 
@@ -169,6 +170,9 @@ class ModelConfig:
     logits_scale: float = 1.0
     per_layer_input: int = 0  # elements that each layer gets of a token's embedding; 0: none
     biases: frozenset[str] = frozenset()  # projections of every layer with a bias: "attn_q", …
+    sinks: bool = False  # of attention: a score a head, to which no value belongs
+    swiglu_alpha: float = 1.702  # of `Activation.SWIGLU_CLAMPED`
+    swiglu_limit: float = 7.0
     name: str = ""
     fixed_from: int | None = None  # the `default_length` of the model that `for_length` fixed
 
@@ -199,7 +203,10 @@ class ModelConfig:
             )
         if not 0.0 < self.norm_eps < 1.0:
             raise ValueError(f"norm_eps is {self.norm_eps}, outside 0 to 1")
-        for name in ("attention_scale", "embedding_scale", "residual_scale", "logits_scale"):
+        for name in (
+            *("attention_scale", "embedding_scale", "residual_scale", "logits_scale"),
+            *("swiglu_alpha", "swiglu_limit"),
+        ):
             value = getattr(self, name)
             if not 1e-18 <= value <= 1e18:  # products of two stay within fp32
                 raise ValueError(f"{name} is {value}, outside 1e-18 to 1e18")

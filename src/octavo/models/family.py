@@ -184,6 +184,10 @@ class Family:
     recurrent: RecurrentLayers | None = None
     embedding_root: bool = False  # embeddings are multiplied by the root of hidden_size
     attention_scale: float | None = None  # None: 1/sqrt(head_dim), unless a key says otherwise
+    sinks: bool = False  # attention has a sink a head
+    experts: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # fields of `Experts`, whatever files say
     modules: Mapping[str, str] = field(default_factory=dict)  # see `MODULES`, which these add to
     rotates_windows: bool = False  # layers without a window have no rotary positions
     temperature: bool = False  # queries may grow with their position (`Temperature`)
@@ -202,6 +206,7 @@ class Family:
     )
     passed_over: tuple[str, ...] = ()  # keys that the class has and the model does not heed
     hf_interleaved: bool = False  # neighbours are rotated together in a folder, too
+    interleaved_experts: bool = False  # gate and up are in one tensor, row by row in turn
     norm_offset: float = 0.0  # what norms' weights in a folder lack
     whole_norms: frozenset[str] = frozenset()  # those that lack nothing
     # Vectors that a folder has as other numbers, and under names without "weight" or "bias".

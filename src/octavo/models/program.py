@@ -46,7 +46,7 @@ class KeyValues(Protocol):
         """Keep the keys and values [sequences, tokens, KV width] of a layer."""
         ...
 
-    def attend(self, queries: Float32, op: PagedAttention) -> Float32:
+    def attend(self, queries: Float32, op: PagedAttention, sinks: Float32 | None = None) -> Float32:
         """Return what the queries find among all keys of their own sequence."""
         ...
 
@@ -381,7 +381,11 @@ class Activate(RowOp):
 
 @dataclass(frozen=True, slots=True)
 class GatedActivation(RowOp):
-    """out = activation(gate) * up."""
+    """out = activation(gate) * up.
+
+    `Activation.SWIGLU_CLAMPED` with ``numbers`` α and limit is g sigmoid(α g) (u + 1), where g is
+    the gate, at most the limit, and u is up within ± the limit.
+    """
 
     READS = ("gate", "up")
     label = "gate"
@@ -390,15 +394,22 @@ class GatedActivation(RowOp):
     up: str
     out: str
     activation: Activation
+    numbers: tuple[float, ...] = ()
 
     def row_function(self) -> RowFunction:
-        return RowFunction(self.activation.value)
+        return RowFunction(self.activation.value, numbers=self.numbers)
 
     def work(self, program: Program) -> Work:
         return Work(10 * program.widths[self.gate])
 
     def compute(self, at: Evaluation) -> None:
-        at.values[self.out] = activate(at.values[self.gate], self.activation) * at.values[self.up]
+        gate, up = at.values[self.gate], at.values[self.up]
+        if self.activation is Activation.SWIGLU_CLAMPED:
+            alpha, limit = map(np.float32, self.numbers)
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+            at.values[self.out] = (up + np.float32(1.0)) * (gate * sigmoid(alpha * gate))
+            return
+        at.values[self.out] = activate(gate, self.activation) * up
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,7 +596,8 @@ def rotate(x: Float32, head_dim: int, rope: Rope, kv: KeyValues) -> Float32:
 class PagedAttention(Op):
     """out = softmax(softcap(scale * q·k)) v over the cached keys of each token's own sequence.
 
-    A query at position p sees keys max(0, p - window + 1) … p (all of 0 … p without a window).
+    A query at position p sees keys max(0, p - window + 1) … p (all of 0 … p without a window). A
+    head's sink, if it has one, is a score in its softmax with a value of zero (Xiao et al., 2024).
     """
 
     READS = ("q",)
@@ -600,6 +612,10 @@ class PagedAttention(Op):
     scale: float
     window: int | None = None
     softcap: float = 0.0
+    sinks: str | None = None  # [query heads]
+
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        return {} if self.sinks is None else {self.sinks: (config.num_heads,)}
 
     def work(self, program: Program) -> None:
         """Nothing that is the same in any context: `CostModel` counts the keys that are seen."""
@@ -609,7 +625,8 @@ class PagedAttention(Op):
         return 4 * num_heads * self.head_dim
 
     def compute(self, at: Evaluation) -> None:
-        at.values[self.out] = at.kv.attend(at.values[self.q], self)
+        sinks = None if self.sinks is None else at.weights[self.sinks]
+        at.values[self.out] = at.kv.attend(at.values[self.q], self, sinks)
 
 
 def attend(
@@ -619,10 +636,12 @@ def attend(
     op: PagedAttention,
     start: int = 0,
     first_key: int = 0,
+    sinks: Float32 | None = None,
 ) -> Float32:
     """Return the causal attention of query heads on their group's KV head, some queries at a time.
 
-    The first query is at position ``start``, the first key at ``first_key``.
+    The first query is at position ``start``, the first key at ``first_key``; ``sinks`` are those of
+    the query heads.
     """
     sequences, tokens, _ = q.shape
     out = np.empty_like(q)
@@ -644,9 +663,15 @@ def attend(
         if op.window is not None:
             seen &= distance < op.window
         scores += np.where(seen, np.float32(0.0), np.float32(-np.inf))
-        scores -= scores.max(axis=-1, keepdims=True)
+        top = scores.max(axis=-1, keepdims=True)
+        if sinks is not None:
+            sink = sinks.reshape(kv_heads, -1, 1, 1)
+            top = np.maximum(top, sink)
+        scores -= top
         np.exp(scores, out=scores)
         total = scores.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            total += np.exp(sink - top)
         result[..., done : done + count, :] = scores @ stored[..., within, :] / total
     return out
 

@@ -408,7 +408,8 @@ class _Lowering:
         return self.angles[rope]
 
     def _attention(self, i: int, op: model.PagedAttention) -> int:
-        args = self._read(i), self._new_after_rows(i), Place(op.layer), op.scale, op.softcap
+        sinks = -1 if op.sinks is None else WeightRef(op.sinks)
+        args = self._read(i), self._new_after_rows(i), Place(op.layer), op.scale, op.softcap, sinks
         name = "attention" if op.window is None else "attention (window)"
         self._region(name, (i,), _native.AttentionRegion, *args)
         return 1

@@ -44,8 +44,8 @@ class WholeSequences:
     def store(self, layer: int, keys: Float32, values: Float32) -> None:
         self._stored[layer] = keys, values
 
-    def attend(self, queries: Float32, op: PagedAttention) -> Float32:
-        return attend(queries, *self._stored[op.layer], op)
+    def attend(self, queries: Float32, op: PagedAttention, sinks: Float32 | None = None) -> Float32:
+        return attend(queries, *self._stored[op.layer], op, sinks=sinks)
 
     def recur(self, op: Recurrence, weights: Mapping[str, Float32], rows: Float32) -> Float32:
         return np.stack([op.advance(weights, each, op.initial)[0] for each in rows])

@@ -229,7 +229,7 @@ class PagedSequences:
             if at + 1 == len(of.layers):  # what is left over may hold what another had there
                 self._arena[blocks[offsets == 0], self._layout.group_bytes(of) :] = 0
 
-    def attend(self, queries: Float32, op: PagedAttention) -> Float32:
+    def attend(self, queries: Float32, op: PagedAttention, sinks: Float32 | None = None) -> Float32:
         out = np.empty_like(queries)
         for slot, begin, end in self._spans():
             start = int(self._batch.positions[begin])
@@ -242,7 +242,8 @@ class PagedSequences:
                 )
                 for which in (0, 1)
             )
-            out[:, begin:end] = attend(queries[:, begin:end], keys, values, op, start, first)
+            own = queries[:, begin:end]
+            out[:, begin:end] = attend(own, keys, values, op, start, first, sinks)
         return out
 
     def recur(self, op: Recurrence, weights: Mapping[str, Float32], rows: Float32) -> Float32:

@@ -40,6 +40,7 @@ from octavo.tools.quantize.gguf_writer import (
     matrix,
     of_storage,
     rounded,
+    stacked,
 )
 from octavo.tools.quantize.grid import bf16_bits
 from octavo.tools.quantize.quantizer import Recipe
@@ -244,15 +245,18 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
             )
             continue
         scheme = recipe.of(role, weight.shape)
-        if scheme is None:
+        if stack in STACKS and (scheme is not None or part.endswith(".bias")):
+            assert config.experts is not None
+            ending = "" if scheme is not None else ".bias"
+            roles = [f"{prefix}{stack}.{index}{ending}" for index in range(config.experts.count)]
+            name, shape = tensor_name(prefix + stack + ending), (len(roles), *weight.shape)
+            if scheme is None:
+                found.append(stacked(name, shape, roles, weights))
+            else:
+                found.append(matrix(name, shape, scheme.kind.format, roles))
+        elif scheme is None:
             order = row_order(config, role, interleaved=family.interleaved)
             found.append(changed(tensor_name(role), role, _flat(weight), order))
-        elif stack in STACKS:
-            assert config.experts is not None
-            stack = prefix + stack
-            roles = [f"{stack}.{index}" for index in range(config.experts.count)]
-            shape = (len(roles), *weight.shape)
-            found.append(matrix(tensor_name(stack), shape, scheme.kind.format, roles))
         else:
             if part in fused:
                 role = prefix + fused[part].gguf

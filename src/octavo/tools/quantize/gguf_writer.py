@@ -11,7 +11,7 @@ What a file holds is made of a GGUF file (gguf_copy.py) or of a folder (gguf_mod
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from struct import pack
@@ -150,6 +150,18 @@ def rounded(name: str, role: str, weight: Weight, recipe: Recipe) -> GgufTensor:
         return np.concatenate(pieces)
 
     return GgufTensor(name, weight.shape, recipe.ends[role].kind.format, None, data)
+
+
+def stacked(
+    name: str, shape: tuple[int, ...], roles: list[str], weights: Mapping[str, Weight]
+) -> GgufTensor:
+    """Vectors of a layer in one tensor, each as `changed` has it."""
+    parts = [changed(name, role, weights[role]) for role in roles]
+
+    def data(result: LayerResult) -> Bytes:
+        return np.concatenate([part.data(result) for part in parts])
+
+    return GgufTensor(name, shape, WeightFormat.F32, layer_of(roles[0]), data)
 
 
 def changed(

@@ -28,7 +28,11 @@ from octavo.tools.quantize.grid import Scheme
 from octavo.tools.quantize.same_model import difference
 from octavo.tools.quantize.state import QuantizeError
 
-_ACTIVATIONS = {Activation.SILU: "silu", Activation.GELU_TANH: "gelu_pytorch_tanh"}
+_ACTIVATIONS = {
+    Activation.SILU: "silu",
+    Activation.GELU_TANH: "gelu_pytorch_tanh",
+    Activation.SWIGLU_CLAMPED: "silu",  # gpt-oss's files say so
+}
 _LLAMA3_CONTEXTS = (8192, 4096, 16384, 2048)  # of training, of which config.json asks
 
 
@@ -283,7 +287,8 @@ def _scalings(config: ModelConfig, rope: Rope) -> Iterator[dict[str, Any] | None
         yield {"rope_type": "linear", "factor": 1.0 / rope.scale}
         return
     if not rope.factors:
-        yield None
+        scaled = "rope_parameters" in FAMILIES[config.family].hf[0].computed  # by default
+        yield {"rope_type": "default"} if scaled else None
         return
     factor = round(max(rope.factors), 4)
     for original in _LLAMA3_CONTEXTS:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from octavo.loader.bind import ROUTERS
-from octavo.models.config import ModelConfig
+from octavo.models.config import Activation, ModelConfig
 from octavo.models.program import (
     ExpertLinear,
     GatedActivation,
@@ -173,7 +173,7 @@ def _maker(
     match ops[source]:
         case (RmsNorm(group=0) | LayerNorm(group=0)) as norm:
             return norm
-        case GatedActivation():
+        case GatedActivation(activation=how) if how is not Activation.SWIGLU_CLAMPED:
             before = sources[source][1]  # up
         case PagedAttention() as attention if attention.kv_heads == config.num_heads:
             # With fewer KV heads, or layers that share them, a value serves several inputs.

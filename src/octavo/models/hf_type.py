@@ -24,12 +24,17 @@ class Rule(NamedTuple):
     always: bool = False  # over what the file has, too; else where it has nothing or null
 
 
-def layer_types(values: Section, sliding: Callable[[int], bool]) -> list[str]:
-    """Return the type of each layer."""
+def layers(values: Section) -> range:
+    """Return the layers' numbers, of which there are not too many for a list of them."""
     count = values.count("num_hidden_layers")
     if count > MAX_LAYERS:
         values.fail(f"num_hidden_layers is {count}, above {MAX_LAYERS}")
-    return [SLIDING if sliding(index) else FULL for index in range(count)]
+    return range(count)
+
+
+def layer_types(values: Section, sliding: Callable[[int], bool]) -> list[str]:
+    """Return the type of each layer."""
+    return [SLIDING if sliding(index) else FULL for index in layers(values)]
 
 
 HEAD_DIM = Rule(

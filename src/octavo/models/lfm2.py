@@ -9,7 +9,7 @@ from __future__ import annotations
 from octavo.models.build import Builder
 from octavo.models.config import ModelConfig
 from octavo.models.family import Family, Fused, Key, RecurrentLayers
-from octavo.models.hf_type import FULL, HfType, Rule
+from octavo.models.hf_type import FULL, HfType, Rule, layers
 from octavo.models.program import Multiply, Program
 from octavo.models.recurrence import ShortConv
 from octavo.models.recurrence_shape import ShortConvShape
@@ -57,14 +57,14 @@ PROJECTED = ("shortconv_b", "shortconv_c", "shortconv_x")
 def _full_attention(values: Section) -> list[int] | None:
     if values.values["layer_types"] is not None:
         return None
-    return list(range(values.count("num_hidden_layers")))
+    return list(layers(values))
 
 
 def _types(values: Section) -> list[str]:
     full = values.get("full_attn_idxs", None)
     if not isinstance(full, list):
         values.fail("full_attn_idxs is not a list")
-    return [FULL if index in full else CONV for index in range(values.count("num_hidden_layers"))]
+    return [FULL if index in full else CONV for index in layers(values)]
 
 
 def _feed_forward(values: Section) -> int:

@@ -24,7 +24,7 @@ from octavo.models.family import (
     IntArray,
     RecurrentLayers,
 )
-from octavo.models.hf_type import FULL, HfType, HfWrapper, Rule
+from octavo.models.hf_type import FULL, HfType, HfWrapper, Rule, layers
 from octavo.models.program import Activate, GatedActivation, Program
 from octavo.models.recurrence import DecayGate, GatedDelta
 from octavo.models.recurrence_shape import DeltaShape
@@ -88,8 +88,7 @@ def _queries_and_gates(c: ModelConfig) -> dict[str, IntArray]:
 
 def layer_types(values: Section) -> list[str]:
     period = values.count("full_attention_interval", 4)
-    count = values.count("num_hidden_layers")
-    return [FULL if (index + 1) % period == 0 else LINEAR for index in range(count)]
+    return [FULL if (index + 1) % period == 0 else LINEAR for index in layers(values)]
 
 
 def delta_shape(count: Callable[[str], int], *, tiled: bool) -> DeltaShape:

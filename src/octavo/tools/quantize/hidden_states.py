@@ -48,7 +48,9 @@ class HiddenStates:
         count = max(1, CHUNK // samples.shape[1])
         used, places = np.unique(samples, return_inverse=True)
         weights = {
-            role: rows_of(role, used if isinstance(op, Embed) else np.arange(shape[0]))
+            role: rows_of(
+                role, used if isinstance(op, Embed) else np.arange(shape[0], dtype=np.int32)
+            )
             for op in ops
             for role, shape in op.weight_shapes(self.program.widths, self.program.config).items()
         }

@@ -468,6 +468,12 @@ void Runtime::check_region(Region &region, Program &program) {
             value(step.angles, 2 * ropes_[size_t(step.rope)].dim, "angles");
             if (selected)
                 refuse("queries of selected rows only");
+        } else if constexpr (std::is_same_v<Step, ScaleByPositionStep>) {
+            check_range("original context", step.original, 1, std::numeric_limits<int32_t>::max());
+            value(step.x, step.width, "input scaled by position");
+            value(step.out, step.width, "output scaled by position");
+            if (selected)
+                refuse("scaling of selected rows only");
         } else if constexpr (std::is_same_v<Step, KeepStep>) {
             value(step.x, step.width, "kept rows");
             if (!selected || (hidden_width_ > 0 && hidden_width_ != step.width))
@@ -1098,6 +1104,15 @@ void Runtime::store(const RopeStoreStep &step, const Scope &scope, int64_t begin
             std::memset(block(index) + used, 0, size_t(config_.block_bytes - used));
         row += rows;
     }
+}
+
+void Runtime::run(const ScaleByPositionStep &step, int64_t row, const Scope &scope) {
+    const double times = double(batch_.positions[row] / step.original);
+    const float *x = row_of(step.x, row, scope);
+    float *out = row_of(step.out, row, scope);
+    if (out != x)
+        std::memcpy(out, x, size_t(step.width) * sizeof(float));
+    tier_.row.scale(out, float(1.0 + step.beta * std::log1p(times)), step.width);
 }
 
 void Runtime::run(const GatherStep &step, int64_t row, const Scope &scope) {

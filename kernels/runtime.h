@@ -111,6 +111,13 @@ struct RotateStep {
     int64_t rope;
     int64_t head_dim;
 };
+// Multiplies a row by 1 + beta * log(1 + floor(position / original)).
+struct ScaleByPositionStep {
+    Value x, out;
+    int64_t width;
+    double beta;
+    int64_t original;
+};
 // Row r of out = row logits_rows[r] of x.
 struct GatherStep {
     Value x, out;
@@ -160,8 +167,8 @@ struct CombineStep {
     int64_t width;
 };
 using RowStep = std::variant<EmbedStep, InputStep, FunctionStep, PrepareStep, AngleStep,
-                             RopeStoreStep, RotateStep, GatherStep, KeepStep, GateStep, RouteStep,
-                             SpreadStep, PrepareEachStep, CombineStep>;
+                             RopeStoreStep, RotateStep, ScaleByPositionStep, GatherStep, KeepStep,
+                             GateStep, RouteStep, SpreadStep, PrepareEachStep, CombineStep>;
 
 // Regions: each begins when the one before is done.
 struct RowsRegion {
@@ -430,6 +437,7 @@ class Runtime {
     void rotate(const RopeTable &rope, const float *angles, float *x, int64_t heads,
                 int64_t head_dim) const;
     void store(const RopeStoreStep &step, const Scope &scope, int64_t begin, int64_t end);
+    void run(const ScaleByPositionStep &step, int64_t row, const Scope &scope);
     void run(const GatherStep &step, int64_t row, const Scope &scope);
     void run(const KeepStep &step, int64_t row, const Scope &scope);
     void run(const GateStep &step, int64_t row, const Scope &scope);

@@ -183,6 +183,9 @@ void bind_runtime(nb::module_ &m) {
              "angles"_a, "rope"_a, "group"_a, "layer"_a);
     nb::class_<RotateStep>(m, "RotateStep")
         .def(nb::init<Value, Value, int64_t, int64_t>(), "q"_a, "angles"_a, "rope"_a, "head_dim"_a);
+    nb::class_<ScaleByPositionStep>(m, "ScaleByPositionStep")
+        .def(nb::init<Value, Value, int64_t, double, int64_t>(), "x"_a, "out"_a, "width"_a,
+             "beta"_a, "original"_a);
     nb::class_<GatherStep>(m, "GatherStep")
         .def(nb::init<Value, Value, int64_t>(), "x"_a, "out"_a, "width"_a);
     nb::class_<KeepStep>(m, "KeepStep").def(nb::init<Value, int64_t>(), "x"_a, "width"_a);

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <span>
 #include <stdexcept>
@@ -101,6 +102,18 @@ void test_rows(const Tier &tier) {
     apply(tier, "rms_norm", in_place.data(), nullptr, in_place.data(), n, y.data(), 1e-5f);
     if (in_place != out)
         expect(tier, "rms_norm in place", 1, 0, 0);
+
+    apply(tier, "layer_norm", x.data(), nullptr, out.data(), n, y.data(), 1e-5f);
+    const double mean = std::accumulate(x.begin(), x.end(), 0.0) / double(n);
+    double variance = 0.0;
+    for (const float value : x)
+        variance += (value - mean) * (value - mean) / double(n);
+    for (size_t i = 0; i < x.size(); ++i)
+        expect(tier, "layer_norm", out[i], (x[i] - mean) / std::sqrt(variance + 1e-5) * y[i], 4e-6);
+    in_place = x;
+    apply(tier, "layer_norm", in_place.data(), nullptr, in_place.data(), n, y.data(), 1e-5f);
+    if (in_place != out)
+        expect(tier, "layer_norm in place", 1, 0, 0);
 
     row.add(x.data(), y.data(), out.data(), n);
     for (size_t i = 0; i < x.size(); ++i)

@@ -47,6 +47,41 @@ void rms_norm(const float *x, const float *weight, float *out, int64_t n, float 
     });
 }
 
+// Sums of four partial vectors, added in `rms_norm`'s order: of x, then of (x - mean)².
+void layer_norm(const float *x, const float *weight, float *out, int64_t n, float eps) {
+    const auto total = [&](auto &&added) {
+        Vec sums[4] = {Vec::set(0.0f), Vec::set(0.0f), Vec::set(0.0f), Vec::set(0.0f)};
+        int64_t i = 0;
+        for (; i + 4 * kLanes <= n; i += 4 * kLanes)
+            for (int64_t j = 0; j < 4; ++j)
+                sums[j] = added(sums[j], i + j * kLanes, kLanes);
+        for_vectors(n - i, [&](int64_t offset, int64_t count) {
+            sums[0] = added(sums[0], i + offset, count);
+        });
+        return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    };
+    const float mean = total([&](Vec sum, int64_t at, int64_t count) {
+                           return sum + load_part(x + at, count);
+                       }) /
+                       float(n);
+    const auto centred = [&](int64_t at, int64_t count) {
+        return load_part(x + at, count) - Vec::set(mean);
+    };
+    const float squares = total([&](Vec sum, int64_t at, int64_t count) {
+        Vec value = centred(at, count);
+        if (count < kLanes) { // the lanes behind the row's end count for nothing
+            float row[kLanes];
+            value.store(row);
+            value = load_first(row, count);
+        }
+        return fma(value, value, sum);
+    });
+    const Vec factor = Vec::set(1.0f / __builtin_sqrtf(squares / float(n) + eps));
+    for_vectors(n, [&](int64_t at, int64_t count) {
+        store_part(centred(at, count) * factor * load_part(weight + at, count), out + at, count);
+    });
+}
+
 void add(const float *x, const float *y, float *out, int64_t n) {
     for_vectors(n, [&](int64_t i, int64_t count) {
         store_part(load_part(x + i, count) + load_part(y + i, count), out + i, count);
@@ -124,11 +159,13 @@ template <auto activate> void activated(const RowArguments &a) {
     activate(a.inputs[0], a.inputs[1], a.out, a.n);
 }
 
-// rms_norm: x / sqrt(mean(x²) + number) * weight. silu and gelu_tanh (the tanh approximation): of
+// rms_norm: x / sqrt(mean(x²) + number) * weight. layer_norm: the same of x - mean(x). silu and gelu_tanh (the tanh approximation): of
 // the first input, times the second if there is one.
 constexpr RowFunction kFunctions[] = {
     {"rms_norm", 1, 1, 1,
      [](const RowArguments &a) { rms_norm(a.inputs[0], a.weights[0], a.out, a.n, a.numbers[0]); }},
+    {"layer_norm", 1, 1, 1,
+     [](const RowArguments &a) { layer_norm(a.inputs[0], a.weights[0], a.out, a.n, a.numbers[0]); }},
     {"add", 2, 0, 0, [](const RowArguments &a) { add(a.inputs[0], a.inputs[1], a.out, a.n); }},
     {"silu", 1, 0, 0, activated<silu>},
     {"silu", 2, 0, 0, activated<silu>},

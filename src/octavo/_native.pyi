@@ -134,6 +134,9 @@ class RopeStoreStep:
 class RotateStep:
     def __init__(self, q: Value, angles: Value, rope: int, head_dim: int) -> None: ...
 
+class ScaleByPositionStep:
+    def __init__(self, x: Value, out: Value, width: int, beta: float, original: int) -> None: ...
+
 class GatherStep:
     def __init__(self, x: Value, out: Value, width: int) -> None: ...
 
@@ -174,6 +177,7 @@ RowStep = (
     | AngleStep
     | RopeStoreStep
     | RotateStep
+    | ScaleByPositionStep
     | GatherStep
     | KeepStep
     | GateStep

@@ -29,6 +29,12 @@ def run(
                 values[out] = (rows / np.sqrt(mean + eps) * weights[weight]).reshape(
                     values[x].shape
                 )
+            case model.LayerNorm(x, weight, out, eps):
+                rows = values[x] - values[x].mean(axis=1, keepdims=True)
+                variance = (rows**2).mean(axis=1, keepdims=True)
+                values[out] = rows / np.sqrt(variance + eps) * weights[weight]
+            case model.ScaleByPosition(x, out, beta, original):
+                values[out] = values[x] * (1 + beta * np.log(1 + positions[:, None] // original))
             case model.Linear(x, weight, out, bias):
                 values[out] = values[x] @ weights[weight].T
                 if bias is not None:

@@ -25,6 +25,7 @@ from octavo.models.config import (
     LongRope,
     ModelConfig,
     Rope,
+    Temperature,
 )
 from octavo.models.families import HF_TYPES, HF_WRAPPERS, LATENT
 from octavo.models.family import Key
@@ -179,6 +180,7 @@ class _Reader:
             "attention_scale": 1.0 / sqrt(self.head_dim),
             "tied_embeddings": self.section.flag("tie_word_embeddings"),
             "layers": self.layers(),
+            "temperature": self.temperature(),
             "biases": self.biases(),
         }
         if self.family.embedding_root:
@@ -214,10 +216,36 @@ class _Reader:
                 key = "use_sliding_window"
                 why = f"{key} is false" if self.has(key) else "sliding_window is null"
                 self.fail(f"layer_types has {SLIDING}, but {why}")
+        rotated = self.rotated(types)
         return tuple(
-            Layer(local if sliding else rope, window if sliding else None, experts)
-            for sliding, experts in zip(types, self.experts(), strict=True)
+            Layer(
+                (local if sliding else rope) if rotates else UNROTATED,
+                window if sliding else None,
+                experts,
+            )
+            for sliding, rotates, experts in zip(types, rotated, self.experts(), strict=True)
         )
+
+    def rotated(self, windowed: list[bool]) -> list[bool]:
+        """Which layers have rotary positions."""
+        if self.family.rotates_windows:
+            return windowed
+        if not self.has("no_rope_layers"):
+            return [True] * self.num_layers
+        flags = self.values["no_rope_layers"]  # which is 1 where there are any
+        if not isinstance(flags, list) or any(flag not in (0, 1) for flag in flags):
+            self.fail("no_rope_layers is not a list of 0 and 1")
+        if len(flags) < self.num_layers:
+            self.fail(f"no_rope_layers has {len(flags)} numbers for {self.num_layers} layers")
+        return [bool(flag) for flag in flags[: self.num_layers]]
+
+    def temperature(self) -> Temperature | None:
+        """How queries grow with their position."""
+        if not self.family.temperature:
+            return None
+        section = self.section.object("rope_parameters")
+        beta, original = section.real("llama_4_scaling_beta"), section.count(ORIGINAL)
+        return Temperature(beta, original) if beta else None
 
     def experts(self) -> list[Experts | None]:
         """The experts of each layer; those of the class that has any are in every layer, but for
@@ -286,7 +314,7 @@ class _Reader:
         dim = int(self.head_dim * part)
         if dim % 2 and theta > 0.0:  # one more turns, with the frequencies of an odd number
             theta, dim = theta ** ((dim + 1) / dim), dim + 1
-        plain = {"theta": theta, "dim": dim, "interleaved": False}
+        plain = {"theta": theta, "dim": dim, "interleaved": self.family.hf_interleaved}
         rules: dict[str, Callable[[Section, dict[str, Any]], Rope]] = {
             "default": lambda _, plain: Rope(**plain),
             "linear": self.linear_rope,

@@ -99,7 +99,7 @@ class _Ropes:
             )
         for key in sorted(new.keys() - {FULL, SLIDING, "truncate"}):
             self.note(f"rope_parameters: {key} is passed over, being of no layer type")
-        bases = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
+        bases = {FULL: "rope_theta", SLIDING: self.kind.local_theta}
         return {
             kind: self.standard(section, f"rope_parameters: {kind}", bases[kind], kind)
             | {"truncate": new.get("truncate", True)}
@@ -131,7 +131,7 @@ class _Ropes:
                 rope[_ORIGINAL] = self.values[_ORIGINAL]
             else:
                 rope.setdefault(_ORIGINAL, self.values["max_position_embeddings"])
-        for key in sorted(rope.keys() - ROPE_KEYS[kind]):
+        for key in sorted(rope.keys() - ROPE_KEYS[kind] - self.kind.rope_keys):
             self.note(f"{name}: {key} is passed over by rope type {kind!r}")
         return rope
 

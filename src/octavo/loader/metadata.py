@@ -14,7 +14,16 @@ import numpy as np
 
 from octavo.loader.base import WeightFormat
 from octavo.loader.gguf import GgufFile
-from octavo.models.config import MAX_LAYERS, UNROTATED, Experts, Layer, LongRope, ModelConfig, Rope
+from octavo.models.config import (
+    MAX_LAYERS,
+    UNROTATED,
+    Experts,
+    Layer,
+    LongRope,
+    ModelConfig,
+    Rope,
+    Temperature,
+)
 from octavo.models.families import ARCHITECTURES, LATENT
 from octavo.models.family import Family, Windows
 from octavo.models.rope import yarn_factors, yarn_magnitude
@@ -79,6 +88,7 @@ class _Reader:
             values["embedding_scale"] = sqrt(hidden)
         large = num_layers == self.family.hidden_scale_layers
         scale = 1.0 / sqrt(hidden / heads if large else head_dim)
+        temperature = self.temperature()
         values |= {
             "intermediate_size": self.positive("feed_forward_length"),
             "norm_eps": self.real(self.family.eps.gguf),
@@ -86,6 +96,7 @@ class _Reader:
             "layers": tuple(
                 replace(layer, experts=self.experts) for layer in self.layers(num_layers, head_dim)
             ),
+            "temperature": temperature,
             "context_length": self.context,  # as the rotary scaling has it
             "biases": frozenset(n for n in PROJECTIONS if f"blk.0.{n}.bias" in file.tensors),
         }
@@ -112,6 +123,9 @@ class _Reader:
         architectures share out a token's weights over its own experts.
         """
         dense = [family for family in families if not family.expert_size]
+        if any(family.windows for family in dense) and len(dense) > 1:
+            window = self.positive("attention.sliding_window", 0, least=0)
+            dense = [family for family in dense if bool(family.windows) == bool(window)]
         sparse = [family for family in families if family.expert_size]
         required = 0 if dense else None
         if not sparse or not (count := self.positive("expert_count", required, least=0)):
@@ -123,8 +137,26 @@ class _Reader:
     def layers(self, count: int, head_dim: int) -> tuple[Layer, ...]:
         rope = self.rope(head_dim)
         if self.family.windows is None:
-            return (Layer(rope),) * count
-        return self.windowed_layers(count, rope, self.family.windows)
+            layers = (Layer(rope),) * count
+        else:
+            layers = self.windowed_layers(count, rope, self.family.windows)
+        if self.family.rotates_windows:
+            return tuple(
+                replace(layer, rope=layer.rope if layer.window else UNROTATED) for layer in layers
+            )
+        period = self.family.unrotated_period or count + 1
+        return tuple(
+            replace(layer, rope=layer.rope if (index + 1) % period else UNROTATED)
+            for index, layer in enumerate(layers)
+        )
+
+    def temperature(self) -> Temperature | None:
+        """How queries grow with their position, beyond the context that scaled positions have."""
+        if not self.family.temperature:
+            return None
+        beta = self.real("attention.temperature_scale", 0.0)
+        original = self.positive("rope.scaling.original_context_length", self.context)
+        return Temperature(beta, original) if beta else None
 
     # ── Rotary positions and windows ────────────────────────────────────────────────────────────
 
@@ -165,12 +197,15 @@ class _Reader:
         return replace(plain, factors=short, by_length=LongRope(original, long))
 
     def yarn_rope(self, plain: Rope, factor: float, original: int) -> Rope:
-        for key, value in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
-            if self.real(f"rope.scaling.{key}", value) != value:
-                self.fail(f"rope.scaling.{key}", f"is not supported, only {value:g}")
+        if self.real("rope.scaling.yarn_ext_factor", 1.0) != 1.0:
+            self.fail("rope.scaling.yarn_ext_factor", "is not supported, only 1")
+        log_multiplier = self.real("rope.scaling.yarn_log_multiplier", 0.0)
+        if log_multiplier and not self.family.temperature:
+            self.fail("rope.scaling.yarn_log_multiplier", "is not supported, only 0")
         fast = self.real("rope.scaling.yarn_beta_fast", 32.0)
         slow = self.real("rope.scaling.yarn_beta_slow", 1.0)
-        magnitude = self.real("rope.scaling.yarn_attn_factor", yarn_magnitude(factor))
+        magnitude = yarn_magnitude(factor) / yarn_magnitude(factor, log_multiplier)
+        magnitude = self.real("rope.scaling.yarn_attn_factor", magnitude)
         try:
             factors = yarn_factors(plain.theta, plain.dim, factor, original, fast, slow)
         except (ValueError, ArithmeticError) as error:
@@ -219,7 +254,7 @@ class _Reader:
             return (Layer(rope, window or None),) * count
         base = self.real("rope.freq_base_swa", windows.theta or rope.theta)
         local = replace(rope, theta=base)
-        if windows.theta is not None:
+        if not windows.scaled:
             local = Rope(base, rope.dim, rope.interleaved)
         if not window:
             self.used.add(pattern)

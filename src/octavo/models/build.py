@@ -25,6 +25,7 @@ from octavo.models.program import (
     RopeAndStoreKv,
     RotateQueries,
     Route,
+    ScaleByPosition,
 )
 
 
@@ -117,6 +118,8 @@ class Builder:
         else:
             source = layer.shares
             self.append(RotateQueries(q, head_dim, layer.rope))
+        if c.temperature is not None:
+            self.append(ScaleByPosition(q, q, c.temperature.beta, c.temperature.original))
         scale, softcap = c.attention_scale, c.attention_softcap
         self.append(
             PagedAttention(q, attn, source, kv_heads, head_dim, scale, layer.window, softcap)

@@ -128,6 +128,14 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class Temperature:
+    """How queries grow with their position: see `ScaleByPosition`."""
+
+    beta: float
+    original: int  # tokens of context in training
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything a family file needs to write down its Program.
 
@@ -150,6 +158,7 @@ class ModelConfig:
     layers: tuple[Layer, ...] = field(repr=False)
     embedding_scale: float = 1.0
     attention_softcap: float = 0.0  # cap * tanh(x / cap); 0 = none
+    temperature: Temperature | None = None
     logits_softcap: float = 0.0
     residual_scale: float = 1.0  # multiplies what a layer's halves add to the residual stream
     logits_scale: float = 1.0
@@ -191,6 +200,10 @@ class ModelConfig:
             value = getattr(self, name)
             if not 0.0 <= value < inf:
                 raise ValueError(f"{name} is {value}, not a number from 0")
+        if self.temperature is not None:
+            beta, original = self.temperature.beta, self.temperature.original
+            if not 0.0 < beta < 1e6 or original < 1:
+                raise ValueError(f"temperature of attention by {beta} from {original} tokens on")
         if len({layer.experts for layer in self.layers} - {None}) > 1:
             raise ValueError("layers differ in their experts")
         if len({layer.shared_expert for layer in self.layers} - {0}) > 1:

@@ -122,8 +122,8 @@ class Windows(NamedTuple):
 
     default: int = 0  # tokens, of a file without the key; 0: there are none
     period: int = 0  # one layer in so many sees everything, if the file does not say; 0: none does
-    # The rotary base of layers with a window, which are never scaled; None: they are as the others.
-    theta: float | None = None
+    theta: float | None = None  # their rotary base; None: that of the others
+    scaled: bool = True  # their rotary positions are scaled as those of the others are
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,6 +139,8 @@ class Family:
     fixed: tuple[Fixed, ...] = ()
     embedding_root: bool = False  # embeddings are multiplied by the root of hidden_size
     modules: Mapping[str, str] = field(default_factory=dict)  # see `MODULES`, which these add to
+    rotates_windows: bool = False  # layers without a window have no rotary positions
+    temperature: bool = False  # queries may grow with their position (`Temperature`)
     fused: tuple[Fused, ...] = ()  # of the files that are written; `FUSED` are read in any case
 
     # Hugging Face: the model types. The first that has a place for what a model has is written.
@@ -151,6 +153,7 @@ class Family:
         default_factory=lambda: {"attention_bias": ATTENTION, "mlp_bias": FFN}
     )
     passed_over: tuple[str, ...] = ()  # keys that the class has and the model does not heed
+    hf_interleaved: bool = False  # neighbours are rotated together in a folder, too
     norm_offset: float = 0.0  # what norms' weights in a folder lack
     written: Mapping[str, Any] = field(default_factory=dict)  # keys of no consequence
 
@@ -159,6 +162,7 @@ class Family:
     activation: Activation = Activation.SILU
     interleaved: bool = False  # q and k are permuted so that neighbours are rotated together
     windows: Windows | None = None
+    unrotated_period: int = 0  # one layer in so many has no rotary positions; 0: none
     expert_size: str = ""  # the key of an expert's width: the family has experts
     # The one size whose attention scale is 1/sqrt(hidden_size / heads), by its number of layers.
     hidden_scale_layers: int = 0

@@ -78,7 +78,7 @@ FAMILY = Family(
     passed_over=("attn_logit_softcapping",),
     norm_offset=1.0,
     activation=Activation.GELU_TANH,
-    windows=Windows(period=6, theta=1e4),
+    windows=Windows(period=6, theta=1e4, scaled=False),
     hidden_scale_layers=62,
     merged_spaces=True,
 )

@@ -37,6 +37,7 @@ HEAD_DIM = Rule(
     lambda values: values.count("hidden_size") // values.count("num_attention_heads"),
 )
 KV_HEADS = Rule("num_attention_heads", lambda values: values.count("num_attention_heads"))
+HEAD_DIM_ALWAYS = HEAD_DIM._replace(always=True)
 USED_WINDOW = Rule(
     "sliding_window if use_sliding_window",
     lambda values: values.values["sliding_window"] if values.flag("use_sliding_window") else None,
@@ -79,6 +80,8 @@ class HfType:
     rope_types: Mapping[str, str] = field(default_factory=lambda: ROPE_TYPES)
     # The default of rope_theta by layer type, or that of all layers as "".
     rope_theta: Mapping[str, float] = field(default_factory=lambda: {"": 10000.0})
+    local_theta: str = "rope_local_base_freq"  # the key of sliding layers' in old files, or none
+    rope_keys: frozenset[str] = frozenset()  # of the rotary section, that any rope type may have
     # Layers that ``layer_types`` calls sliding have no window where ``sliding_window`` is null; for
     # other classes the two contradict each other.
     null_window: bool = False

@@ -11,15 +11,7 @@ from __future__ import annotations
 from octavo.models.build import Builder
 from octavo.models.config import ModelConfig
 from octavo.models.family import TOWERS, Family
-from octavo.models.hf_type import (
-    HEAD_DIM,
-    KV_HEADS,
-    LLAMA_DEFAULTS,
-    HfType,
-    HfWrapper,
-    Rule,
-    layer_types,
-)
+from octavo.models.hf_type import HEAD_DIM, KV_HEADS, LLAMA_DEFAULTS, HfType, Rule, layer_types
 from octavo.models.program import Program
 
 
@@ -73,15 +65,6 @@ FAMILY = Family(
             classes="Ministral",
             defaults=_MISTRAL | {"layer_types": None},
             computed={"layer_types": _MINISTRAL_TYPES},
-        ),
-    ),
-    wrappers=(
-        HfWrapper(
-            model_type="mistral3",
-            classes="Mistral3",
-            texts=("mistral",),
-            passed_over=("layer_types",),
-            tokenizer="",
         ),
     ),
     ignored=TOWERS,

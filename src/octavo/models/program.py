@@ -227,6 +227,40 @@ class RmsNorm(RowOp):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNorm(RowOp):
+    """out = (x - mean(x)) / sqrt(variance(x) + eps) * (scale * weight), over groups of ``group``
+    elements as in `RmsNorm` (Ba et al., 2016, without a bias).
+    """
+
+    label = "norm"
+
+    x: str
+    weight: str
+    out: str
+    eps: float
+    group: int = 0
+    scale: float = 1.0
+
+    def row_function(self) -> RowFunction:
+        return RowFunction("layer_norm", ((self.weight, self.scale),), (self.eps,), self.group)
+
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        return {self.weight: (self.group or widths[self.x],)}
+
+    def work(self, program: Program) -> Work:
+        return Work(7 * program.widths[self.x], (self.weight,))
+
+    def compute(self, at: Evaluation) -> None:
+        x = at.values[self.x]
+        rows = x.reshape(*x.shape[:-1], -1, self.group or x.shape[-1])
+        centred = rows - rows.mean(axis=-1, keepdims=True)
+        variance = np.square(centred).mean(axis=-1, keepdims=True)
+        weight = at.weights[self.weight] * np.float32(self.scale)
+        out: Float32 = centred / np.sqrt(variance + np.float32(self.eps)) * weight
+        at.values[self.out] = out.reshape(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class Add(RowOp):
     """out = x + y."""
 
@@ -428,6 +462,27 @@ class RotateQueries(Op):
 
     def compute(self, at: Evaluation) -> None:
         at.values[self.q] = rotate(at.values[self.q], self.head_dim, self.rope, at.kv)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByPosition(Op):
+    """out = x * (1 + beta * log(1 + floor(position / original))): the temperature of attention, by
+    which the queries of Llama 4 and Ministral 3 grow beyond the ``original`` context.
+    """
+
+    x: str
+    out: str
+    beta: float
+    original: int
+
+    def work(self, program: Program) -> Work:
+        return Work(program.widths[self.x])
+
+    def compute(self, at: Evaluation) -> None:
+        x = at.values[self.x]
+        times = at.kv.positions(x.shape[1]) // self.original
+        factors = (1.0 + self.beta * np.log1p(times)).astype(np.float32)
+        at.values[self.out] = x * factors[:, np.newaxis]
 
 
 def rotate(x: Float32, head_dim: int, rope: Rope, kv: KeyValues) -> Float32:

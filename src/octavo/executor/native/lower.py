@@ -372,6 +372,13 @@ class _Lowering:
         self.views[self.uses[i].writes[0]] = q
         return 1
 
+    def _scale_by_position(self, i: int, op: model.ScaleByPosition) -> int:
+        self._rows()
+        x = self._read(i)
+        args = x, self._in_place(i), x.width, op.beta, op.original
+        self._step("scale", _native.ScaleByPositionStep, *args, op=i)
+        return 1
+
     def _angles(self, rope: Rope) -> View:
         """Return the rows of a rotation's cosines and sines, in the region of rows that is last."""
         self._rows()
@@ -511,6 +518,7 @@ LOWERINGS: dict[type[model.Op], Callable[[_Lowering, int, Any], int]] = {
     model.GateRow: _Lowering._gate_row,
     model.RopeAndStoreKv: _Lowering._rope,
     model.RotateQueries: _Lowering._rotate,
+    model.ScaleByPosition: _Lowering._scale_by_position,
     model.PagedAttention: _Lowering._attention,
     model.Route: _Lowering._route,
     model.ExpertLinear: _Lowering._expert_linears,

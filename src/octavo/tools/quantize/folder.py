@@ -114,9 +114,12 @@ class FolderTarget:
     def _module(self, place: HfModule, result: LayerResult) -> dict[str, HfTensor]:
         parts = []
         for role in place.roles:
-            matrix, order = result.matrices[role], row_order(self.config, role, interleaved=False)
+            matrix, order = result.matrices[role], self._order(role)
             parts.append(matrix if order is None or self.from_folder else matrix.rows(order))
         return self.layout.tensors(stacked(parts))
+
+    def _order(self, role: str) -> npt.NDArray[np.intp] | None:
+        return row_order(self.config, role, interleaved=self.family.hf_interleaved)
 
     def _tensor(self, place: HfModule, result: LayerResult) -> HfTensor:
         parts = [self._plain(role, result) for role in place.roles]
@@ -130,7 +133,7 @@ class FolderTarget:
         if role not in result.vectors and weight.format.name == format and len(weight.shape) == 2:
             return HfTensor(format, weight.data.view(_DTYPES[format]).reshape(weight.shape))
         values = result.vectors[role] if role in result.vectors else dequantize(weight)
-        order = row_order(self.config, role, interleaved=False)
+        order = self._order(role)
         if order is not None and not self.from_folder:
             values = values[order]
         if shift := self.family.shift(role):

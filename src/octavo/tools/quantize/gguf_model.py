@@ -25,6 +25,7 @@ from octavo.loader.hf_folder import HfFolder
 from octavo.loader.loader import load_gguf
 from octavo.models.config import LongRope, ModelConfig, Rope
 from octavo.models.families import FAMILIES
+from octavo.models.hf_type import FULL
 from octavo.models.rope import yarn_magnitude
 from octavo.tools.quantize.gguf_vocabulary import compare_tokenizers, vocabulary
 from octavo.tools.quantize.gguf_writer import (
@@ -58,6 +59,7 @@ def modelled(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Content, list[str]
     architecture = FAMILIES[config.family].gguf
     section = text_config(HfFolder(path))
     scaling = section.get("rope_scaling") or section.get("rope_parameters") or {}
+    scaling = scaling.get(FULL, scaling)
     named, notes = vocabulary(checkpoint)
     keys: dict[str, Value] = {
         "general.architecture": architecture,
@@ -109,11 +111,15 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
     # Without the key readers guess Phi-3's, which all its layers have.
     if family.windows is not None and (window is not None or not family.windows.period):
         found["attention.sliding_window"] = window or 0
-    if family.windows is not None and (theta := family.windows.theta) is not None:
+    if family.windows is not None and family.windows.period:
+        theta = rope.theta if family.windows.theta is None else family.windows.theta
         local = next((each.rope.theta for each in c.layers if each.window is not None), theta)
         if local != theta:
             found["rope.freq_base_swa"] = local
         found["attention.sliding_window_pattern"] = _pattern([w is not None for w in windows])
+    if c.temperature is not None:
+        found["attention.temperature_scale"] = c.temperature.beta
+        found["rope.scaling.original_context_length"] = c.temperature.original
     for number in family.gguf_keys:
         if (x := getattr(c, number.field)) or number.default:
             found[number.gguf] = number.form.write(float(x))
@@ -124,8 +130,8 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
 
 
 def _far(config: ModelConfig) -> Rope:
-    """Return that of the layers without a window, which alone are ever scaled."""
-    layers = config.layers
+    """Return that of the layers without a window, if any are rotated: some alone are scaled."""
+    layers = [layer for layer in config.layers if layer.rope.rotated] or config.layers
     return next((layer.rope for layer in layers if layer.window is None), layers[0].rope)
 
 

@@ -17,7 +17,7 @@ from octavo.loader.base import CheckpointError
 from octavo.loader.bind import ROUTERS
 from octavo.loader.hf_config import ORIGINAL, activation_key, model_config
 from octavo.loader.hf_folder import CONFIG, HfFolder
-from octavo.models.config import Activation, Experts, LongRope, ModelConfig, Rope
+from octavo.models.config import Activation, Experts, LongRope, ModelConfig, Rope, Temperature
 from octavo.models.families import FAMILIES, program
 from octavo.models.family import MODULES, Family
 from octavo.models.hf_type import FULL, SLIDING, HfType
@@ -147,6 +147,8 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
             x = getattr(c, number.field)
             values[number.hf] = None if x == number.null else number.form.write(x)
     values |= {switch.hf: switch.value for switch in family.fixed if switch.hf}
+    if "no_rope_layers" in kind.defaults:
+        values["no_rope_layers"] = [int(bool(layer.rope.rotated)) for layer in c.layers]
     if kind.partial_rotary:
         values["partial_rotary_factor"] = c.layers[0].rope.rotated / c.head_dim
     if ORIGINAL in kind.defaults:
@@ -172,20 +174,31 @@ def _experts(c: ModelConfig, experts: Experts, kind: HfType) -> dict[str, Any]:
 
 def _rope_sections(config: ModelConfig) -> Iterator[dict[str, Any]]:
     """Ways to say the rotary positions; where parameters are lost, likely ones."""
+    kind = FAMILIES[config.family].hf[0]
     # The base of layers with a window is one of their own, or that of all.
-    local_base = len(FAMILIES[config.family].hf[0].rope_theta) > 1
+    local_base = len(kind.rope_theta) > 1
+    rotated = [layer for layer in config.layers if layer.rope.rotated] or config.layers
     ropes = dict.fromkeys(
-        (layer.window is not None and local_base, layer.rope) for layer in config.layers
+        (layer.window is not None and local_base, layer.rope) for layer in rotated
     )
     far = [rope for local, rope in ropes if not local]
     near = [rope for local, rope in ropes if local]
     if len(far) > 1 or len(near) > 1:
         raise _refusal(config, "layers of one kind have different rotary positions")
     base: dict[str, Any] = {"rope_theta": (far or near)[0].theta}
-    if local_base:
-        base["rope_local_base_freq"] = near[0].theta if near else 10000.0
+    if local_base and kind.local_theta:
+        base[kind.local_theta] = near[0].theta if near else 10000.0
     rope = (far or near)[0]
     for scaling in _scalings(config, rope):
+        if local_base and not kind.local_theta:
+            local = {"rope_type": "default", "rope_theta": (near or far)[0].theta}
+            full = {"rope_type": "default"} | base | (scaling or {})
+            yield {"rope_parameters": {FULL: full, SLIDING: local}}
+            continue
+        if FAMILIES[config.family].temperature:
+            grows = config.temperature or Temperature(0.0, config.context_length)
+            scaling = {"rope_type": "default"} | (scaling or {})
+            scaling |= {"llama_4_scaling_beta": grows.beta, ORIGINAL: grows.original}
         section: dict[str, Any] = {"rope_scaling": scaling}
         if scaling is not None and scaling["rope_type"] == "longrope":
             section["original_max_position_embeddings"] = scaling.pop("original")

@@ -11,6 +11,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.program import (
     ExpertLinear,
     GatedActivation,
+    LayerNorm,
     Linear,
     Op,
     PagedAttention,
@@ -135,7 +136,7 @@ def _inputs(ops: Sequence[Op], config: ModelConfig) -> tuple[SharedInput, ...]:
             along = (*(op.weight for op in dense), *(role for op in sparse for role in op.weights))
             scaled = _made(maker) if along else None
             found.append(SharedInput(routers, members[0], scaled, router=True, along=along))
-        if routers or (sparse and isinstance(maker, RmsNorm)):
+        if routers or (sparse and isinstance(maker, RmsNorm | LayerNorm)):
             maker = None  # what reads it is not scaled alone
         if dense:
             found.append(SharedInput(dense, first(dense), _made(maker)))
@@ -146,9 +147,9 @@ def _inputs(ops: Sequence[Op], config: ModelConfig) -> tuple[SharedInput, ...]:
     return tuple(sorted(found, key=lambda each: each.first))
 
 
-def _made(op: RmsNorm | Linear | ExpertLinear | None, expert: int = 0) -> Maker | None:
+def _made(op: RmsNorm | LayerNorm | Linear | ExpertLinear | None, expert: int = 0) -> Maker | None:
     match op:
-        case RmsNorm(weight=weight):
+        case RmsNorm(weight=weight) | LayerNorm(weight=weight):
             return Maker(weight, None, norm=True)
         case Linear(weight=weight, bias=bias):
             return Maker(weight, bias, norm=False)
@@ -164,13 +165,13 @@ def _maker(
     sources: dict[int, tuple[int, ...]],
     readers: dict[int, int],
     config: ModelConfig,
-) -> RmsNorm | Linear | ExpertLinear | None:
+) -> RmsNorm | LayerNorm | Linear | ExpertLinear | None:
     """What scales each output of the op at ``source`` by itself. See `SharedInput`."""
     if source < 0:
         return None
     before = -1
     match ops[source]:
-        case RmsNorm(group=0) as norm:
+        case (RmsNorm(group=0) | LayerNorm(group=0)) as norm:
             return norm
         case GatedActivation():
             before = sources[source][1]  # up

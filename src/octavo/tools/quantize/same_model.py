@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from octavo.models.config import Layer, LongRope, ModelConfig
+from octavo.models.config import Layer, LongRope, ModelConfig, Temperature
 
 _CLOSE = 1e-6  # relative: files have numbers in fp32
 
@@ -27,6 +27,8 @@ def difference(wanted: ModelConfig, found: ModelConfig) -> str | None:
                     if not _same_layer(a, b):
                         return f"{_part(a, b)} of layer {index} would differ"
                 continue
+            case Temperature() if isinstance(theirs, Temperature):
+                same = ours.original == theirs.original and _close(ours.beta, theirs.beta)
             case float():
                 same = _close(ours, theirs)
             case _:

@@ -193,6 +193,27 @@ def _olmo2(hidden: int, ffn: int, layers: int, heads: tuple[int, int]) -> Config
     return _shape("olmo2", hidden, ffn, layers, heads, 100352, 4096, 1e-6, False, 5e5)
 
 
+def _olmo3(hidden: int, ffn: int, layers: int, heads: tuple[int, int]) -> Config:
+    return _shape(
+        *("olmo3", hidden, ffn, layers, heads, 100278, 65536, 1e-6, False, 5e5),
+        sliding_window=4096,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    )
+
+
+def _ministral3(hidden: int, ffn: int, layers: int, *, tied: bool = False) -> Config:
+    return _shape(
+        *("ministral3", hidden, ffn, layers, (32, 8), 131072, 262144, 1e-5, tied, 1e6),
+        head_dim=128,
+    )
+
+
 def _latent(
     model_type: str,
     hidden: int,
@@ -235,6 +256,15 @@ def _latent(
     }
 
 
+_PHI4_MINI_FACTORS = (
+    *(1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817),
+    *(2.187582649, 2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023),
+    *(4.785517845, 5.351743533, 5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372),
+    *(10.4687158, 11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283, 20.47818807),
+    *(22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66),
+    *(32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
+)
+
 PRESETS: dict[str, Config] = {
     "llama-2-7b": _llama2(4096, 11008, 32, (32, 32)),
     "llama-2-13b": _llama2(5120, 13824, 40, (40, 40)),
@@ -250,10 +280,18 @@ PRESETS: dict[str, Config] = {
     "smollm2-135m": _smollm2(576, 1536, 30, (9, 3)),
     "smollm2-360m": _smollm2(960, 2560, 32, (15, 5)),
     "smollm2-1.7b": _smollm2(2048, 8192, 24, (32, 32), theta=130000.0),
+    "smollm3-3b": _shape(
+        *("smollm3", 2048, 11008, 36, (16, 4), 128256, 65536, 1e-6, True, 5e6),
+        no_rope_layer_interval=4,
+    ),
     "mistral-7b-v0.1": _mistral(4096, 14336, 32, 32000, 32768, 1e4, window=4096),
     "mistral-7b-v0.3": _mistral(4096, 14336, 32, 32768, 32768, 1e6),
     "mistral-nemo-12b": _mistral(5120, 14336, 40, 131072, 131072, 1e6),
     "mistral-small-24b": _mistral(5120, 32768, 40, 131072, 32768, 1e8),
+    "mistral-small-3.2-24b": _mistral(5120, 32768, 40, 131072, 131072, 1e9),
+    "ministral-3-3b": _ministral3(3072, 9216, 26, tied=True),
+    "ministral-3-8b": _ministral3(4096, 14336, 34),
+    "ministral-3-14b": _ministral3(5120, 16384, 40),
     "mixtral-8x7b": _mixtral(4096, 14336, 32, (32, 8), 32000, 32768),
     "mixtral-8x22b": _mixtral(6144, 16384, 56, (48, 8), 32768, 65536),
     "qwen2.5-0.5b": _qwen25(896, 4864, 24, (14, 2)),
@@ -279,11 +317,39 @@ PRESETS: dict[str, Config] = {
     "phi-3-mini": _phi3(3072, 8192, 32, (32, 32)),
     "phi-3-medium": _phi3(5120, 17920, 40, (40, 10)),
     "phi-4": _phi3(5120, 17920, 40, (40, 10), 100352, 16384, 250000.0, window=None),
+    "phi-4-mini": _phi3(3072, 8192, 32, (24, 8), 200064, 131072, window=None)
+    | {
+        "tie_word_embeddings": True,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * len(_PHI4_MINI_FACTORS),
+            "long_factor": [*_PHI4_MINI_FACTORS],
+        },
+    },
     "granite-3.3-2b": _granite(2048, 8192, 0.015625, 8.0),
     "granite-3.3-8b": _granite(4096, 12800, 0.0078125, 16.0),
     "olmo-2-7b": _olmo2(4096, 11008, 32, (32, 32)),
     "olmo-2-13b": _olmo2(5120, 13824, 40, (40, 40)),
     "olmo-2-32b": _olmo2(5120, 27648, 64, (40, 8)),
+    "olmo-3-7b": _olmo3(4096, 11008, 32, (32, 32)),
+    "olmo-3-32b": _olmo3(5120, 27648, 64, (40, 8)),
+    "command-r7b": {
+        "model_type": "cohere2",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 256000,
+        "max_position_embeddings": 132096,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.25,
+        "rope_theta": 5e4,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
     "deepseek-v2-lite": _latent(
         *("deepseek_v2", 2048, 10944, 27, 16, 102400, 163840),
         experts=(64, 6, 1408),

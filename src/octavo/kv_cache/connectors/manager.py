@@ -85,18 +85,14 @@ class ConnectorManager:
 
     # Decided by the cache while a step is planned
 
-    def save_overwritten(
-        self, block: int, node: Node, group: int, together: int = 1, tokens: int | None = None
-    ) -> None:
-        """Save the block, which is about to be handed out for something else than it holds.
-        ``together``, ``tokens``: as of `TransferCost.worth_keeping`.
-        """
+    def save_overwritten(self, block: int, node: Node, group: int) -> None:
+        """Save the block, which is about to be handed out for something else than it holds."""
         if block in self._filling:
             return
         key = digest_of(node, self.engine), group
         if self.staging.lookup(key):
             self.staging.touch(key)
-        elif self.cost.worth_keeping(together, tokens):
+        elif self.cost.worth_keeping():
             self._to_save.append((block, key))
 
     def load(self, key: Key, block: int, copies: list[tuple[int, int]]) -> None:
@@ -208,7 +204,7 @@ class ConnectorManager:
         chosen: list[tuple[Key, int]] = []
         while self.filled and len(chosen) < most:
             node, group, block = self.filled.popleft()
-            if node.block(group) == block:
+            if node.blocks[group] == block:
                 key = digest_of(node, self.engine), group
                 if self._missing(key):
                     chosen.append((key, block))

@@ -31,21 +31,12 @@ import numpy.typing as npt
 
 from octavo.executor.base import Batch, Executor
 from octavo.executor.reference import evaluate
-from octavo.executor.reference.evaluate import WholeSequences
 from octavo.loader.base import Checkpoint, CheckpointError, Tokenizer, Weight
 from octavo.loader.dequantize import dequantize
 from octavo.models.families import program
-from octavo.models.program import (
-    Embed,
-    ExpertLinear,
-    Logits,
-    Op,
-    PagedAttention,
-    Values,
-    soft_cap,
-)
+from octavo.models.program import Embed, ExpertLinear, Logits, Op, soft_cap
 from octavo.tools.quantize.distance import Distances, distances
-from octavo.tools.quantize.layers import live, split
+from octavo.tools.quantize.layers import live, roles, split
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -295,38 +286,35 @@ class Exact:
         stages: list[Sequence[Op]] = [first, *(layer.ops for layer in layers)]
         stages.append(self.program.ops[sum(map(len, stages)) : -1])
         groups = _padded(sequences)
-        states: list[tuple[Values, WholeSequences]] = [({}, WholeSequences()) for _ in groups]
+        states: list[dict[str, Float32]] = [{} for _ in groups]
         last = frozenset({self._last.x})
         for number, ops in enumerate(stages):
             self._progress(f"the reference: stage {number + 1} of {len(stages)}")
-            later = [op for stage in stages[number + 1 :] for op in stage]
-            kept = live(later, last)
-            read = {op.layer for op in later if isinstance(op, PagedAttention)}
+            kept = live([op for stage in stages[number + 1 :] for op in stage], last)
             weights, ids = self._weights(ops, groups)
-            for group, (values, kv) in zip(ids, states, strict=True):
-                evaluate.run(ops, self.program.config, weights, values, group, kv)
+            for group, values in zip(ids, states, strict=True):
+                evaluate.run(ops, self.program.config, weights, values, group)
                 for name in values.keys() - kept:
                     del values[name]
-                kv.keep(read)
-        joined = [row for values, _ in states for row in values[self._last.x]]
+        joined = [row for values in states for row in values[self._last.x]]
         return [row[: len(ids)] for row, ids in zip(joined, sequences, strict=True)]
 
     def _weights(self, ops: Sequence[Op], groups: list[Int32]) -> tuple[_Weights, list[Int32]]:
         """The numbers of the weights that ``ops`` name; of an embedding only the rows of these
-        tokens, as whose ids their places among those are returned.
+        tokens, whose ids become places among those.
         """
         stored = self.checkpoint.weights
         found = _Weights(stored)
-        used = np.unique(np.concatenate([group.reshape(-1) for group in groups]))
-        places = [np.searchsorted(used, group).astype(np.int32) for group in groups]
         for op in ops:
             if isinstance(op, Embed):
+                used = np.unique(np.concatenate([group.reshape(-1) for group in groups]))
                 table = [dequantize(stored[op.weight], row, row + 1) for row in used.tolist()]
                 found[op.weight] = np.concatenate(table)
+                groups = [np.searchsorted(used, group).astype(np.int32) for group in groups]
             elif not isinstance(op, ExpertLinear):
-                for role in self.program.roles(op):
+                for role in roles(op):
                     found[role] = _numbers(stored[role])
-        return found, places
+        return found, groups
 
 
 class _Weights(dict[str, Float32]):

@@ -1,14 +1,15 @@
 """The budget that is left after a part of it was taken."""
 
 import numpy as np
+import pytest
 
 from octavo.kv_cache.cache import Int32
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.prompt_rates import PromptRates
+from octavo.scheduler.prompt_rates import PromptRates, StepRates
 from octavo.scheduler.token_budget import LEAST, TokenBudget
 
 
-class OnePerToken(PromptRates):
+class OnePerToken(StepRates):
     """Predicts a millisecond for the decodes, and one for each token."""
 
     margin = 1.0  # type: ignore[assignment]
@@ -49,3 +50,9 @@ def test_a_prompt_that_got_no_block_was_not_served() -> None:
     left.copy(0.004 * left.blocks(50, 0.004))
     assert left.fit(0, 100) == 0
     assert left.blocks(50, 0.004) == 0
+
+
+def test_a_target_without_predictions_of_steps_is_refused() -> None:
+    config = SchedulerConfig(max_model_len=1000, max_num_seqs=4, itl_target=2.0)
+    with pytest.raises(ValueError, match="itl_target needs rates that predict single steps"):
+        TokenBudget(config, np.zeros(2, np.int32), PromptRates())

@@ -43,7 +43,7 @@ import numpy as np
 
 from octavo.executor.base import Batch, Int32
 from octavo.executor.cost import CostModel, Rates, StepSize
-from octavo.scheduler.prompt_rates import PromptRates
+from octavo.scheduler.prompt_rates import StepRates
 
 # The linear fit:
 _KEEP = 0.99  # what a step keeps of its weight at the next
@@ -73,7 +73,7 @@ _EVERY = 8  # steps without prompts, of which one is looked at: they are many an
 _USUAL = [0.1, 0.8, 0.05, 0.05]  # what a step with prompts is spent on, until one has run
 
 
-class StepTimePredictor(PromptRates):
+class StepTimePredictor(StepRates):
     """Learns on the engine's thread: `on_step`, `on_prompts`, `on_batch`. `linear` may be read
     from any thread.
     """

@@ -4,6 +4,8 @@ what single steps take, for the budget of a step that has a target.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from octavo.kv_cache.cache import Int32
 
 _BEST_KEPT = 0.999  # of the best rate with each step, so that it is forgotten in the end
@@ -12,9 +14,7 @@ _STALL = 4.0  # times the predicted seconds: a step that takes longer counts as 
 
 
 class PromptRates:
-    """Learns from the steps that compute prompts. An engine's step-time predictor extends it, and
-    predicts single steps.
-    """
+    """Learns from the steps that compute prompts."""
 
     def __init__(self) -> None:
         self._best = 0.0  # tokens per second; 0: unknown
@@ -44,23 +44,25 @@ class PromptRates:
         """The mean time of a step that computes prompts; 0 if nothing is known."""
         return self._seconds / (self._prompt_steps or 1.0)
 
-    # The step that is being scheduled: only a step-time predictor knows
 
+class StepRates(PromptRates, ABC):
+    """Predicts the step that is being scheduled, too. An engine's step-time predictor is one."""
+
+    @abstractmethod
     def begin(self, positions: Int32) -> None:
         """Begin a step in which sequences at ``positions`` [sequences] decode a token each."""
-        raise NotImplementedError
 
+    @abstractmethod
     def seconds(self, start: int, tokens: int, rows: int) -> float:
         """Return the seconds of the step if it also had so many tokens of a sequence from position
         ``start`` on, of which ``rows`` want logits. More tokens never make it shorter.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def add(self, start: int, tokens: int, rows: int) -> None:
         """Add these to the step."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def margin(self) -> float:
         """The share of the target that steps may take by prediction: most then keep the target."""
-        raise NotImplementedError

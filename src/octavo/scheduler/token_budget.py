@@ -3,7 +3,7 @@
 The rules, all in this place:
 
 - Every decoding sequence is in every step. Prompts get what is left of the tokens and of the
-  target, by prediction and less a margin for its error (`PromptRates.margin`).
+  target, by prediction and less a margin for its error (`StepRates.margin`).
 - If the decodes leave less than the time of `LEAST` tokens, prompts get the time of `LEAST` tokens
   all the same: the target is missed by a little, and no prompt waits for ever.
 - If no sequence decodes, a step may take `ALONE` times the target: none is delayed, and a newcomer
@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 from octavo.kv_cache.cache import Int32
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.prompt_rates import PromptRates
+from octavo.scheduler.prompt_rates import PromptRates, StepRates
 
 LEAST = 16  # tokens of prompts in a step, however long its decodes take
 ALONE = 4.0  # times the target that a step may take if no sequence decodes
@@ -37,11 +37,20 @@ class TokenBudget:
     """What is left of one step."""
 
     def __init__(self, config: SchedulerConfig, positions: Int32, rates: PromptRates) -> None:
-        """``positions`` [sequences]: of the decoding sequences. ``rates``: for a target."""
+        """``positions`` [sequences]: of the decoding sequences. ``rates``: for a target. Raises
+        `ValueError` for rates that cannot predict single steps, if there is a target.
+        """
         self.tokens = config.max_num_batched_tokens - len(positions)
         self.rows = config.logits_rows - len(positions)
         self._target = config.itl_target_s or 0.0
-        self._predictor = rates if self._target else None
+        self._predictor: StepRates | None = None
+        if self._target:
+            if not isinstance(rates, StepRates):
+                raise ValueError(
+                    "itl_target needs rates that predict single steps: give the scheduler a "
+                    "StepTimePredictor by set_rates"
+                )
+            self._predictor = rates
         self._positions = positions
         self._limit: float | None = None  # seconds; None: not needed so far
         self._prompt_tokens = self.tokens  # left for prompts
@@ -127,7 +136,7 @@ class TokenBudget:
 
         return _most_within(limit, most, seconds)
 
-    def _begin(self, predictor: PromptRates) -> float:
+    def _begin(self, predictor: StepRates) -> float:
         """Return the seconds that the step may take."""
         if self._limit is None:
             predictor.begin(self._positions)

@@ -105,7 +105,7 @@ class ModelDrafter:
         """Return a draft for each sequence, of at most the given number of tokens; it may be
         shorter or empty. Where the count is 0 it must be empty.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define propose")
 
     def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
         """Take note of a step whose samples drew ``runs``, before these are committed."""

@@ -204,7 +204,7 @@ def load() -> tuple[dict[str, Any], list[Run]]:
 
 
 def shares(found: Array) -> Shares:
-    """Of the parameters' logarithms."""
+    """Return the shares by the parameters' logarithms."""
     values = Shares(*np.exp(found).tolist())
     return values._replace(
         bandwidth=min(values.bandwidth, 1.0),

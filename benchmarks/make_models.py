@@ -169,7 +169,7 @@ def smollm2_q4_0(source: Path, seed: int) -> tuple[dict[str, bytes], Iterator[Te
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a random model; ``ffn`` is an expert's width where there are any."""
+    """The sizes of a random model; ``ffn`` is an expert's width where there are any."""
 
     name: str
     architecture: str

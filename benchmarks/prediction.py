@@ -113,7 +113,7 @@ ENDS = ("slower", "faster")
 
 
 class Piece(NamedTuple):
-    """Of a load, as it went and as it was predicted."""
+    """A piece of a load, as it went and as it was predicted."""
 
     live: Replay
     predicted: dict[str, Replay]  # by PREDICTIONS and ENDS
@@ -160,12 +160,12 @@ class Row:
         )
 
     def errors(self, prediction: str) -> dict[str, float]:
-        """Of what is predicted, as a share of what is measured."""
+        """Return the errors of predictions, as shares of what is measured."""
         of, true = asdict(self.predicted[prediction]), asdict(self.measured)
         return {name: of[name] / true[name] - 1 for name in true}
 
     def within(self) -> list[bool]:
-        """Of each figure, whether it lies in the error band."""
+        """Return whether each figure lies in the error band."""
         true = asdict(self.measured)
         ends = [asdict(self.predicted[name]) for name in ("refreshed", *ENDS)]
         return [

@@ -75,7 +75,7 @@ def main() -> None:
     seen: set[tuple[int, int]] = set()
 
     def seconds(count: int, length: int, tokens: int) -> list[float]:
-        """Of each inference step while count prompts of a length get their tokens, greedily."""
+        """Return the seconds of each step while count prompts get their tokens, greedily."""
         config = genai.GenerationConfig(max_new_tokens=tokens, ignore_eos=True, do_sample=False)
         inputs = [openvino.Tensor(prompt) for prompt in task.tokens(rng, (count, 1, length))]
         results: list[Any] = pipeline.generate(inputs, [config] * count)

@@ -227,8 +227,8 @@ AGEING: dict[str, dict[str, Any]] = {
 
 
 def classes(rate: float, policy: str) -> tuple[Source, Source]:
-    """Of what the machine has to give, somebody at a screen asks for two fifths, and somebody with
-    much to do for twice all of it.
+    """Somebody at a screen asks for two fifths of what the machine can give, and somebody with much
+    to do asks for twice all of it.
     """
     terms = {"target": TARGET}, {"priority": 5} if policy == "priority" else {}
     urgent = Source("urgent", 0.4 * rate / (PROMPT + 2 * 30), 30, terms[0])

@@ -38,7 +38,7 @@ def test_it_follows_the_pace() -> None:
 
 
 def test_a_guess_is_not_believed_to_be_too_slow() -> None:
-    """Of a machine not known yet: it may be several times as fast as the guess."""
+    """A machine that is not known yet may be several times as fast as the guess."""
     known = StepTimePredictor(COSTS, guessed(2))
     unknown = StepTimePredictor(COSTS, guessed(2), measured=False)
     assert unknown.seconds_alone(0, 100, 100) < known.seconds_alone(0, 100, 100) / 5

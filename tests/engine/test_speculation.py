@@ -663,7 +663,7 @@ class Excessive(Speculator):
 
 
 def test_the_scheduler_cuts_drafts_to_what_is_left() -> None:
-    """Of the request, the budget, the rows and the blocks; the executor checks every batch."""
+    """Request, budget, rows and blocks limit them; the executor checks every batch."""
     engine = build(
         num_blocks=9, max_num_seqs=3, max_num_batched_tokens=24, max_logits_rows=20, vocab=2
     )

@@ -60,7 +60,7 @@ class Machine(SimulatedExecutor):
 
 @dataclass
 class Seen:
-    """Of every step: who was in it with how many tokens, its seconds, and whether one decoded."""
+    """Every step: who was in it with how many tokens, its seconds, and whether one decoded."""
 
     tokens: list[dict[str, int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)

@@ -150,7 +150,7 @@ def test_branches_are_counted_as_drafts() -> None:
 
 @pytest.mark.parametrize(("rows", "blocks"), [(0, 64), (20, 64), (2, 64), (20, 5)])
 def test_branches_take_only_what_is_left(rows: int, blocks: int) -> None:
-    """Of rows in the tables, of logits and tokens, and of blocks; nobody is preempted."""
+    """Rows of the tables, logits, tokens and blocks are limited; nobody is preempted."""
     engine = build(
         max_num_seqs=2, max_branches=rows, num_blocks=blocks, max_logits_rows=12, block_size=8,
         max_num_batched_tokens=12, enable_prefix_caching=False,

@@ -221,7 +221,7 @@ def test_predictions_are_bounded() -> None:
 
 
 def queued(policy: str, *others: dict[str, Any]) -> WaitTimePredictor:
-    """Of an engine where one may run, and does, and these wait."""
+    """Return the predictor of an engine that runs one request, its most, while these wait."""
     simulated = Simulated(max_num_seqs=1, scheduling_policy=policy)
     for _ in range(4):
         simulated.ask(50, 50)

@@ -404,7 +404,7 @@ def test_what_has_been_read_is_given_back_as_loading_goes(monkeypatch: pytest.Mo
 
 
 def test_rows_that_cannot_be_packed_are_refused() -> None:
-    """Of a model whose first matrix is the embeddings: 97 rows of 64 numbers."""
+    """The model's first matrix is the embeddings: 97 rows of 64 numbers."""
     config = tiny.config(vocab_size=97)
     runtime = Driver(tiny.checkpoint(config, WeightFormat.F32)).executor._open
     with pytest.raises(ValueError, match="exceed their arena"):

@@ -246,8 +246,8 @@ def test_rows_may_go_through_attention() -> None:
 @pytest.mark.parametrize("slice", [8, 640])
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_draft_is_what_its_steps_say_one_by_one(isa: str, slice: int) -> None:
-    """Of many sequences at once, each as if it were alone; the first program once, then the other,
-    which goes on from its own rows and the token before.
+    """Many sequences are drafted for at once, each as if it were alone: by the first program once,
+    then by the other, which goes on from its own rows and the token before.
     """
     config = tiny.config()
     tested = driver(config, WeightFormat.Q8_0, isa, threads=2, logits_slice=slice)

@@ -129,7 +129,9 @@ def chains(
 
 
 def ps(came: list[list[int]], params: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Of the first position; of later ones, given each of the commonest beginnings."""
+    """Yield p-values of the first position, and of later ones, given each of the commonest
+    beginnings.
+    """
     plain = SamplingParams(seed=0, **params).validated(VOCAB)
     for position in range(3):
         counts: dict[tuple[int, ...], npt.NDArray[np.int64]] = defaultdict(
@@ -340,7 +342,9 @@ def native_state(seed: int) -> _native.SamplerState:
 
 
 def test_entries_end_with_the_first_that_is_not_the_guess() -> None:
-    """Of one state; others go on. Logprobs are of what stands, from the model's distribution."""
+    """They end for one state, and others go on. Logprobs are those of the tokens that stand, by the
+    model's distribution.
+    """
     logits = np.stack([make_logits(seed, 300, "normal") for seed in range(4)])
     best = logits.argmax(axis=1).tolist()
     sampler = NativeSampler(300)

@@ -412,7 +412,7 @@ def test_who_is_in_time_is_not_shed() -> None:
 
 
 def test_who_is_cached_is_in_time_for_longer() -> None:
-    """Of its 160 tokens 16 are to be computed: a millisecond, and not ten."""
+    """Only 16 of its 160 tokens are to be computed, in a millisecond and not in ten."""
     engine = made("fcfs", max_num_seqs=1, max_num_batched_tokens=16, shed_late=True)
     engine.add_request(request("before", [2] * 160, max_tokens=1))
     run(engine)

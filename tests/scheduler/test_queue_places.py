@@ -24,7 +24,7 @@ def policy(name: str) -> PolicyConfig:
 
 
 class Queue:
-    """Of a scheduler whose engine may be late in removing the requests that were replaced."""
+    """The queue of a scheduler whose engine may be late in removing requests that were replaced."""
 
     def __init__(self, name: str, requests: int | None, tokens: int | None) -> None:
         self.bound = requests
@@ -197,7 +197,7 @@ def test_among_equals_no_request_is_replaced() -> None:
 
 
 def test_several_that_come_together_count_together() -> None:
-    """Of fair shares: else their client would have more than who came before."""
+    """Else fair shares would give their client more than one that came before."""
     queue = Queue("fair", 4, None)
     for number in range(4):
         queue.submit(new_record(str(number), 1.0, 1, client="a"))

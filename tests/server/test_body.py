@@ -110,7 +110,7 @@ class Slow:
 
 
 async def test_all_bodies_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what has come of them, until they have been worked on; however each ends."""
+    """The bound counts what has come of them until they are worked on, however each ends."""
     monkeypatch.setattr("octavo.server.body._IN_FLIGHT", 1000)
     monkeypatch.setattr("octavo.server.body.SMALL", 0)  # more than that has another room
     bodies, done = Bodies(300), asyncio.Event()

@@ -346,7 +346,7 @@ def test_alternatives_can_be_told_apart_and_agree_with_the_token() -> None:
 
 
 def test_offsets_are_those_of_the_text() -> None:
-    """Of whatever bytes: a token's text begins at its offset."""
+    """Whatever its bytes are, a token's text begins at its offset."""
     rng = random.Random(20)
     display = TokenDisplay(served_model(), as_ids=False, specials_in_text=False)
     for _ in range(300):
@@ -477,7 +477,7 @@ async def test_default_max_tokens_gives_way_to_the_context(
 
 
 async def test_refused_together(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    """Of several prompts one does not fit: nothing has run."""
+    """One of several prompts does not fit, so nothing has run."""
     engine.auto = False
     response = await client.post(
         "/v1/completions", json={"prompt": ["a", "b", "x" * 600], "max_tokens": 4}

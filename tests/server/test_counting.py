@@ -69,7 +69,7 @@ VALUES = st.recursive(
 
 
 def values_in(value: object) -> int:
-    """Of a field: its lists and maps, and commas between what they have."""
+    """Count the lists and maps in a field, and the commas between what they have."""
     if isinstance(value, dict):
         return 1 + max(0, len(value) - 1) + sum(map(values_in, value.values()))
     if isinstance(value, list):

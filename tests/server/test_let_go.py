@@ -1,4 +1,4 @@
-"""Of a request that has ended nothing is left, however it ended: full passes of the garbage
+"""Nothing is left of a request that has ended, however it ended: full passes of the garbage
 collector are rare while streams run, and what waits for one has grown old in the queue.
 """
 

@@ -97,7 +97,7 @@ async def full(
 async def test_a_full_queue_is_told_before_anything_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a body that is never sent; and the connection can still be used."""
+    """The body is never sent, and the connection can still be used."""
     async with serving(max_num_seqs=1, max_num_queued_reqs=1) as (client, engine, executor):
         steps = Leave(executor)
         tasks = await full(client, engine)
@@ -208,7 +208,7 @@ async def test_ready_while_there_is_room() -> None:
 
 
 async def test_before_anything_is_known_a_second_is_told() -> None:
-    """Of the wait in a queue that a cold engine has never been seen to move."""
+    """A cold engine has never been seen to move the queue, so its wait is not known."""
     limits = {"max_num_seqs": 1, "max_num_queued_reqs": 1}
     async with serving(**limits) as (client, engine, executor):
         steps = Leave(executor)

@@ -188,7 +188,7 @@ def test_outputs_are_the_same(
 
 
 def test_by_rejection_the_distribution_is_the_targets() -> None:
-    """Of pairs of tokens, the second of which was drafted by a model that differs."""
+    """Pairs of tokens are compared, the second of which was drafted by a model that differs."""
     text, allowed = prompt(3, 20), (11, 23, 42)
     params = {"max_tokens": 3, "temperature": 1.0, "allowed_token_ids": allowed}
     exact = np.empty((3, 3))
@@ -289,7 +289,7 @@ def test_what_is_to_be_read_is_known_before() -> None:
 
 
 def test_a_long_text_keeps_no_short_one_waiting() -> None:
-    """Of those that are to be read, the one that lacks least comes first."""
+    """The text that lacks least is read first."""
     setting = Setting(max_num_seqs=4, max_model_len=480, num_drafts=2)
     with running(setting, small()) as (engine, drafter):
         assert drafter is not None

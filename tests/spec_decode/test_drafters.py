@@ -52,8 +52,8 @@ def test_a_long_text_is_entered_as_a_short_one(order: int) -> None:
 def test_suffix_is_the_longest_match(
     text: list[int], data: st.DataObject, count: int, asking: bool
 ) -> None:
-    """Of the text's 16 latest places after its last two tokens; with up to 40 tokens of 4, these
-    are nearly always all.
+    """The match is among the text's 16 latest places after its last two tokens; with up to 40
+    tokens of 4, these are nearly always all.
     """
     draft = after(SuffixDrafter(), pieces(text, data), count, asking=asking)
     places = [place for place in range(2, len(text)) if text[place - 2 : place] == text[-2:]]

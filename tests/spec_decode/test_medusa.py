@@ -298,7 +298,7 @@ def test_drafts_that_are_begun_ahead_are_the_same(
     recurrent: bool,
     threads: int,
 ) -> None:
-    """Of greedy sequences, which join and leave; those that nobody asks for change nothing."""
+    """Greedy sequences join and leave; drafts that nobody asks for change nothing."""
     heads = folder(tmp_path / "heads", checkpoint, recurrent=recurrent)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(4, checkpoint.config.vocab_size, 9).tolist() for _ in range(12)]

@@ -170,7 +170,7 @@ def test_what_is_measured_is_what_drafting_would_give(family: str, layers: Layer
 
 
 def test_layers_that_do_nothing_are_skipped() -> None:
-    """Of six layers three add zeros to the residual stream: without them the rest are always right,
+    """Three of six layers add zeros to the residual stream: without them the rest are always right,
     and only then others go.
     """
     config = tiny.config()

@@ -124,7 +124,7 @@ def samples(load: Load, count: int, seed: int = 3) -> list[Sample]:
 
 
 def tokens_per_second(done: Replay) -> float:
-    """Of answers, in the middle of the run."""
+    """Return the rate of answers' tokens in the middle of the run."""
     first, last = 0.2 * done.duration, 0.8 * done.duration
     count = 0
     for record in done.records:

@@ -77,7 +77,7 @@ TRUE = Rates(
 
 
 def batch(spans: list[tuple[int, int, bool]]) -> Batch:
-    """Of each sequence the first position, the tokens, and whether its last row wants logits."""
+    """``spans``: first position, tokens, and whether the last row wants logits, by sequence."""
     offsets = np.cumsum([0, *(tokens for _, tokens, _ in spans)]).astype(np.int32)
     positions = np.concatenate([np.arange(start, start + n) for start, n, _ in spans])
     rows = [offsets[i + 1] - 1 for i, (_, _, wants) in enumerate(spans) if wants]
@@ -255,7 +255,7 @@ def key(config: EngineConfig = TWO, layout: KvLayout = LAYOUT) -> CalibrationKey
 
 
 def experts(chosen: int) -> CalibrationKey:
-    """Of a model of eight experts that sends each token to so many."""
+    """Return the key of a model with eight experts that sends each token to so many."""
     layers = tuple(replace(layer, experts=Experts(8, chosen, 512, True)) for layer in CONFIG.layers)
     sparse = program(replace(CONFIG, family="mixtral", layers=layers))
     formats = dict.fromkeys(sparse.weights, WeightFormat.Q8_0)
@@ -492,7 +492,7 @@ def test_leaps_take_what_steps_take() -> None:
 
 
 def test_a_prediction_follows_the_engine() -> None:
-    """Of an engine whose clock is the cost model's, at 1.25 times its speed."""
+    """The engine's clock is the cost model's, at 1.25 times its speed."""
     told: list[tuple[float, float]] = []
     calibration(key()).save()
     engine = simulated_engine(setup())

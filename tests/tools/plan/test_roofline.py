@@ -303,7 +303,7 @@ def test_what_the_model_or_the_disk_refuses(arguments: tuple[str, ...], message:
 
 
 def test_the_peaks_of_a_device() -> None:
-    """Of all its units, also of those that this model does not use."""
+    """All its units are listed, also those that this model does not use."""
     facts = strict_json.loads(run("llama-3-8b", "--device", "h100", "--json"))
     assert facts["peaks"] == {
         "fp32": 67e12, "fp16": 989e12, "bf16": 989e12, "int8": 1979e12, "fp8": 1979e12,

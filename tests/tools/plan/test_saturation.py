@@ -84,7 +84,7 @@ def test_work_that_piles_up_among_those_that_run_is_saturation() -> None:
 
 @pytest.mark.parametrize("seats", [1, 4])
 def test_headroom_is_capacity_over_what_comes(seats: int) -> None:
-    """Of one seat the capacity is a sum: a request after the other."""
+    """The capacity of one seat is a sum: one request follows the other."""
     config = setup(max_num_seqs=seats)
     found = judged(simulate(config, load(60, 2.0)))
     assert found.headroom == pytest.approx(found.capacity / found.offered, rel=1e-9)

@@ -177,7 +177,7 @@ def test_a_closed_loop_keeps_to_its_concurrency() -> None:
 
 
 def test_shared_blocks_are_real_prefix_hits() -> None:
-    """Of four prompts of 512 + 100 tokens the first computes the shared 512, 32 blocks of 16."""
+    """The first of four prompts of 512 + 100 tokens computes the shared 512, 32 blocks of 16."""
     parts = (Part(PREFIXES, 512),)
     samples = [
         Sample(612, 4, (*parts, Part(RANDOM + 1 + index, 100)), arrival=float(index))

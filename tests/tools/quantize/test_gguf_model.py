@@ -229,7 +229,7 @@ def test_other_ways_of_cutting_are_refused(
 
 
 def test_merges_that_scores_cannot_say_are_refused(tmp_path: Path) -> None:
-    """Of a SentencePiece-style vocabulary: merged in another order than its tokens are listed."""
+    """A SentencePiece-style vocabulary merges in another order than its tokens are listed in."""
     source = recorded("llama2", tmp_path / "source")
     spec = json.loads((source / "tokenizer.json").read_text())
     spec["model"]["merges"] = spec["model"]["merges"][:30]

@@ -14,7 +14,7 @@ from octavo.tools.train.texts import Texts
 
 
 def decode(answer: list[int], guesses: list[list[int]]) -> list[list[bool]]:
-    """Of each pass: which of its guesses at tokens of the answer are right. A pass begins at an
+    """Return which guesses of each pass at tokens of the answer are right. A pass begins at an
     entry, whose row gives the next token; a pass for the last token alone has nothing to guess.
     """
     at, passes = 0, []

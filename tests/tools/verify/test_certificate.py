@@ -101,7 +101,7 @@ def test_each_planted_fault_is_found(planted: Certificate) -> None:
 
 
 def test_every_row_is_compared(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a large vocabulary few rows can be kept; a bit is found in any."""
+    """Few rows of a large vocabulary can be kept; a wrong bit is found in any row."""
     monkeypatch.setattr(bits, "_KEPT_BYTES", 3 * 4 * llama.config.vocab_size)
     reference = bits.Reference(llama, EngineConfig(), trials(llama, 6))
     every = sum(trial.params.n * (trial.params.max_tokens or 0) for trial in reference.trials)

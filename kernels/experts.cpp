@@ -13,8 +13,12 @@ constexpr int64_t kLeastCost = 5;
 
 } // namespace
 
-Routing::Routing(int64_t experts, int64_t chosen, bool renormalize, int64_t max_rows)
-    : experts_(experts), chosen_(chosen), renormalize_(renormalize) {
+float sigmoid(float x) {
+    return 1.0f / (1.0f + std::exp(-x));
+}
+
+Routing::Routing(int64_t experts, int64_t chosen, const Gating &gating, int64_t max_rows)
+    : experts_(experts), chosen_(chosen), gating_(gating) {
     if (experts < 1 || experts > 4096 || chosen < 1 || chosen > experts) {
         throw std::invalid_argument("a choice of " + std::to_string(chosen) + " of " +
                                     std::to_string(experts) + " experts");
@@ -24,33 +28,48 @@ Routing::Routing(int64_t experts, int64_t chosen, bool renormalize, int64_t max_
     crowds_.reserve(size_t(experts));
 }
 
-void Routing::choose(int64_t row, const float *logits) {
-    Choice *best = choices_.data() + row * chosen_;
-    int64_t count = 0;
+void Routing::choose(int64_t row, const float *logits, const float *bias, const float *factors) {
+    float largest = logits[0];
     bool is_nan = false;
     for (int64_t i = 0; i < experts_; ++i) {
-        const float logit = logits[i];
-        is_nan |= std::isnan(logit);
-        if (count == chosen_ && !(logit > best[count - 1].weight))
+        largest = std::max(largest, logits[i]);
+        is_nan |= std::isnan(logits[i]);
+    }
+    // An expert's share but for what all shares are divided by.
+    const auto part = [&](float logit) {
+        return gating_.sigmoid ? sigmoid(logit) : std::exp(logit - largest);
+    };
+    float sum = 1.0f;
+    if (!gating_.sigmoid && (bias != nullptr || !gating_.renormalize)) {
+        sum = 0.0f;
+        for (int64_t i = 0; i < experts_; ++i)
+            sum += part(logits[i]);
+    }
+    Choice *best = choices_.data() + row * chosen_;
+    int64_t count = 0;
+    for (int64_t i = 0; i < experts_; ++i) {
+        const float rank = bias == nullptr ? logits[i] : part(logits[i]) / sum + bias[i];
+        if (count == chosen_ && !(rank > best[count - 1].weight))
             continue;
         int64_t at = count < chosen_ ? count++ : count - 1;
-        for (; at > 0 && logit > best[at - 1].weight; --at)
+        for (; at > 0 && rank > best[at - 1].weight; --at)
             best[at] = best[at - 1];
-        best[at] = Choice{int32_t(i), 0, logit};
+        best[at] = Choice{int32_t(i), 0, rank};
     }
-    const float largest = best[0].weight;
     for (int64_t j = 0; j < chosen_; ++j)
-        best[j].weight = std::exp(best[j].weight - largest);
-    float sum = is_nan ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
-    if (renormalize_) {
+        best[j].weight = part(logits[best[j].expert]);
+    if (gating_.renormalize) {
+        sum = 0.0f;
         for (int64_t j = 0; j < chosen_; ++j)
             sum += best[j].weight;
-    } else {
-        for (int64_t i = 0; i < experts_; ++i)
-            sum += std::exp(logits[i] - largest);
+        sum += gating_.normalize_eps;
     }
-    for (int64_t j = 0; j < chosen_; ++j)
-        best[j].weight /= sum;
+    if (is_nan)
+        sum = std::numeric_limits<float>::quiet_NaN();
+    for (int64_t j = 0; j < chosen_; ++j) {
+        const float factor = factors == nullptr ? 1.0f : factors[best[j].expert];
+        best[j].weight = best[j].weight / sum * gating_.scale * factor;
+    }
 }
 
 void Routing::sort(int64_t rows) {

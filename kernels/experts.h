@@ -9,6 +9,16 @@
 
 namespace octavo {
 
+float sigmoid(float x);
+
+// How a router's logits become experts' weights.
+struct Gating {
+    bool sigmoid;        // an expert's share is the sigmoid of its logit, not their softmax
+    bool renormalize;    // shares of the chosen are divided by their sum
+    float normalize_eps; // … plus this
+    float scale;         // multiplies the weights
+};
+
 // The experts of a layer, one layer at a time. Each row is sent to `chosen` of them: its choices.
 // Every choice has a slot, where its row is prepared for the expert and where the expert writes.
 // The slots of an expert lie side by side in the order of the rows, none in two panels where one
@@ -29,21 +39,21 @@ class Routing {
     };
 
     // Throws std::invalid_argument unless 1 <= chosen <= experts.
-    Routing(int64_t experts, int64_t chosen, bool renormalize, int64_t max_rows);
+    Routing(int64_t experts, int64_t chosen, const Gating &gating, int64_t max_rows);
 
     int64_t experts() const { return experts_; }
     int64_t chosen() const { return chosen_; }
-    bool renormalizes() const { return renormalize_; }
+    const Gating &gating() const { return gating_; }
     // Slots that so many rows take at most.
     static int64_t most_slots(int64_t experts, int64_t chosen, int64_t rows) {
         return rows * chosen + std::min(experts, rows * chosen) * (kPanel - 1);
     }
 
-    // Chooses the row's largest logits, the first of equal ones, in descending order, and weighs
-    // them by their softmax over all experts or (renormalized) over the chosen. If a logit is NaN,
-    // so are the weights; the choices are experts whatever the logits are. Distinct rows may be
-    // chosen for by distinct threads.
-    void choose(int64_t row, const float *logits);
+    // Chooses the row's largest logits (with a bias: the largest shares plus biases), the first of
+    // equal ones, in descending order, and weighs them by their shares, and by factors of the
+    // experts if there are any. If a logit is NaN, so are the weights; the choices are experts
+    // whatever the logits are. Distinct rows may be chosen for by distinct threads.
+    void choose(int64_t row, const float *logits, const float *bias, const float *factors);
     // Gives the choices of rows [0, rows) their slots.
     void sort(int64_t rows);
 
@@ -87,7 +97,7 @@ class Routing {
   private:
     const int64_t experts_;
     const int64_t chosen_;
-    const bool renormalize_;
+    const Gating gating_;
     std::vector<Choice> choices_; // [max_rows][chosen]
     std::vector<int32_t> next_;   // [experts]: rows, then the next slot
     std::vector<Crowd> crowds_;

@@ -16,6 +16,8 @@ struct FormatInfo {
     int64_t block_bytes;
     bool quantized;       // activations are prepared as 8-bit groups rather than floats
     bool grouped = false; // the block is of numbers only: scales and zeros are the row's
+    bool scaled = false;  // the block is of numbers only: scales are the row's
+    int64_t header = 0;   // bytes a row begins with
 };
 
 [[maybe_unused]] static constexpr FormatInfo format_info(Format format) {
@@ -51,21 +53,39 @@ struct FormatInfo {
         return {256, 136, true};
     case Format::MXFP4:
         return {32, 17, true};
+    case Format::I2:
+        return {32, 8, true, true};
     case Format::I3:
         return {32, 12, true, true};
     case Format::I4:
         return {32, 16, true, true};
     case Format::I8:
         return {32, 32, true, true};
+    case Format::T3_IQ1:
+    case Format::T3_IQ2:
+        return {256, 106, true};
+    case Format::T4_IQ3_XXS:
+    case Format::T4_IQ3_S:
+        return {256, 138, true};
+    case Format::NVFP4:
+        return {32, 18, true, false, false, 4};
+    case Format::E4M3:
+        return {1, 1, false, false, true};
     }
     return {1, 0, false};
 }
 
-// Bytes that k weights take as they are handed over; `group` is of the grouped formats (linear.h).
+// What groups' inputs must be a multiple of; 0 where a format has no groups of its own.
+[[maybe_unused]] static constexpr int64_t group_step(Format format) {
+    const FormatInfo info = format_info(format);
+    return info.grouped ? info.block_values : info.scaled ? 16 : 0;
+}
+
+// Bytes that k weights take as they are handed over; `group` is of the formats that have groups.
 [[maybe_unused]] static constexpr int64_t row_bytes(Format format, int64_t k, int64_t group) {
     const FormatInfo info = format_info(format);
-    const int64_t scales = info.grouped ? (k + group - 1) / group : 0;
-    return scales * 5 + k / info.block_values * info.block_bytes;
+    const int64_t groups = info.grouped || info.scaled ? (k + group - 1) / group : 0;
+    return info.header + groups * (info.grouped ? 5 : 4) + k / info.block_values * info.block_bytes;
 }
 
 [[maybe_unused]] static const char *format_name(Format format) {
@@ -102,12 +122,26 @@ struct FormatInfo {
         return "IQ4_XS";
     case Format::MXFP4:
         return "MXFP4";
+    case Format::I2:
+        return "I2";
     case Format::I3:
         return "I3";
     case Format::I4:
         return "I4";
     case Format::I8:
         return "I8";
+    case Format::T3_IQ1:
+        return "T3_IQ1";
+    case Format::T3_IQ2:
+        return "T3_IQ2";
+    case Format::T4_IQ3_XXS:
+        return "T4_IQ3_XXS";
+    case Format::T4_IQ3_S:
+        return "T4_IQ3_S";
+    case Format::NVFP4:
+        return "NVFP4";
+    case Format::E4M3:
+        return "E4M3";
     }
     return "unknown";
 }
@@ -134,6 +168,11 @@ template <class T> static inline void store_as(void *to, T value) {
         magnitude |= 0x7f800000u;
     magnitude |= sign;
     return load_as<float>(&magnitude);
+}
+
+// The binary16 that is 2^−8 of an E4M3 number: exact, subnormals included.
+[[maybe_unused]] static inline uint16_t e4m3_to_half(uint8_t code) {
+    return static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7);
 }
 
 // The nearest binary16, ties to even; NaN stays one.

@@ -21,11 +21,12 @@ struct RowArguments {
     float *out;
     int64_t n;
 };
-// A function of rows, which programs know by its name and how many rows it takes.
+// A function of rows, which programs know by its name and how many rows and weights it takes.
 struct RowFunction {
     const char *name;
     size_t inputs, weights, numbers; // how many
     void (*run)(const RowArguments &);
+    bool scalar = false; // its weights are single numbers, not one an element
 };
 
 // The order of operations of every output element depends on the sizes given and on nothing else.
@@ -163,8 +164,63 @@ struct AttentionKernels {
                    bool apart, float *states, float *scratch);
     // The state over all chunks from the `count` states of each.
     void (*fold)(const AttentionShape &, int64_t rows, int64_t count, float *states, float *state);
-    // out of head g of token t: out + t * ldo + g * head_dim.
-    void (*finish)(const AttentionShape &, int64_t tokens, float *state, float *out, int64_t ldo);
+    // out of head g of token t: out + t * ldo + g * head_dim. `sinks` (null: none) has a score a
+    // head, in its softmax beside those of the keys, with a value of zero.
+    void (*finish)(const AttentionShape &, const float *sinks, int64_t tokens, float *state,
+                   float *out, int64_t ldo);
+};
+
+// Recurrent layers (models/recurrence.py), one token after the other in fp32: what a token leaves
+// depends on the state that it finds and on its own row, so a sequence may be cut anywhere.
+//
+// The matrix of a head lies in tiles of kStateLanes columns, [depth][kStateLanes] floats each.
+inline constexpr int64_t kStateLanes = 16;
+
+// A causal convolution of n channels.
+struct ConvArguments {
+    const float *const *rows; // of the taps - 1 tokens before, the oldest first, then the tokens'
+    int64_t tokens;
+    int64_t taps;
+    const float *weight; // of tap j and channel i: weight[j * ldw + i]
+    int64_t ldw;
+    const float *bias; // null: none
+    bool silu;         // of the result
+    int64_t n;
+    float *out; // [tokens], ldo floats apart: n, and zeros to the next multiple of 16
+    int64_t ldo;
+};
+
+// Tokens of a value head of a gated delta net.
+struct DeltaRows {
+    const float *q, *k; // [depth] each, `ldk` floats apart, normalised
+    int64_t ldk;
+    const float *v; // [kStateLanes] each, `ldv` floats apart
+    int64_t ldv;
+    const float *decay, *beta, *kq; // numbers; kq is the product of k and q
+};
+
+// Tokens of a head of Mamba-2.
+struct MambaRows {
+    const float *x; // [kStateLanes] each, `ldx` floats apart
+    int64_t ldx;
+    const float *b, *c; // [depth] each, `ldb` floats apart
+    int64_t ldb;
+    const float *dt; // numbers
+    float a, d;      // of the head
+};
+
+struct RecurrenceKernels {
+    void (*conv)(const ConvArguments &);
+    // x *= scale / sqrt(sum of x² + 1e-6).
+    void (*unit)(float *x, int64_t n, float scale);
+    float (*dot)(const float *x, const float *y, int64_t n);
+    // Both change a tile of the state by the tokens and give the first `lanes` columns of what each
+    // token finds (delta net: S = g S + k d, with d = (v - g Sᵀk) beta, and finds Sᵀq; Mamba-2:
+    // S = e^(dt a) S + b (dt x), and finds Sᵀc + d x). Rows of out are ldo floats apart.
+    void (*delta)(float *tile, int64_t depth, int64_t tokens, const DeltaRows &, int64_t lanes,
+                  float *out, int64_t ldo);
+    void (*mamba)(float *tile, int64_t depth, int64_t tokens, const MambaRows &, int64_t lanes,
+                  float *out, int64_t ldo);
 };
 
 } // namespace octavo

@@ -7,11 +7,25 @@
 
 namespace octavo {
 
-// Values equal ggml's type numbers (GGUF specification), but for the last three: integers of 3, 4
-// and 8 bits with a scale and a zero for a group of inputs. A row of those is, one after another: a
-// scale, fp32, for each group; a zero, one byte and at most 2^b, for each; the numbers as a stream
-// of bits from the lowest of the first byte on. w = scale · (number − zero). `group`, everywhere
-// below, is its inputs, a multiple of 32; the last one may be shorter, and other formats have 0.
+// Values equal ggml's type numbers (GGUF specification), but for those from 1000 on.
+//
+// I2 to I8: integers of so many bits with a scale and a zero for a group of inputs. A row is, one
+// after another: a scale, fp32, for each group; a zero, one byte and at most 2^b, for each; the
+// numbers as a stream of bits from the lowest of the first byte on. w = scale · (number − zero).
+// `group`, everywhere below, is its inputs, a multiple of 32; the last one may be shorter, and
+// other formats have 0.
+//
+// T3 and T4: codes of 3 and 4 bits into a table (tier/linear_layout.h: codebook), for ggml's
+// formats whose numbers are points of a grid. A block of 256 is an fp16 d, 8 bytes of scales and
+// the codes as a stream of bits. T3: a byte of scales has s of the first 16 of 32 inputs in its low
+// nibble and that of the last 16 in its high one; w = d · unit · (2s + 1) · table[code]. T4: a byte
+// is the int8 scale of 32 inputs; w = d · unit · scale · table[code].
+//
+// E4M3: fp8 numbers (OCP 8-bit floating point, E4M3). A row is a scale, fp32, for each group of
+// `group` inputs, a multiple of 16, then a byte for each input. w = scale · number. NVFP4: a row is
+// an fp32 scale, then for each 32 inputs two E4M3 scales of 16 inputs each and the codes of E2M1
+// numbers, two a byte, the first in the low nibble. w = scale · (E4M3 scale · number). A byte that
+// is E4M3's NaN is not one of either.
 enum class Format : int32_t {
     F32 = 0,
     F16 = 1,
@@ -29,9 +43,16 @@ enum class Format : int32_t {
     IQ4_XS = 23,
     BF16 = 30,
     MXFP4 = 39,
+    I2 = 1002,
     I3 = 1003,
     I4 = 1004,
     I8 = 1008,
+    T3_IQ1 = 1031,
+    T3_IQ2 = 1032,
+    T4_IQ3_XXS = 1041,
+    T4_IQ3_S = 1042,
+    NVFP4 = 1044,
+    E4M3 = 1080,
 };
 
 // A weight matrix [n outputs, k inputs] repacked for one tier: blocks of kColumns outputs, so that

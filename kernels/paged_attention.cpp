@@ -157,8 +157,9 @@ PagedAttention::Item PagedAttention::item_at(const Layer &layer, int64_t item, i
     return out;
 }
 
-void PagedAttention::run(const Layer &layer, const float *q, int64_t ldq, float *out, int64_t ldo,
-                         const std::byte *arena, int thread, int64_t begin, int64_t end) {
+void PagedAttention::run(const Layer &layer, const float *q, int64_t ldq, const float *sinks,
+                         float *out, int64_t ldo, const std::byte *arena, int thread, int64_t begin,
+                         int64_t end) {
     const AttentionKernels &kernels = tier_.attention;
     const AttentionShape shape = shape_of(layer);
     const Plan &plan = plans_[size_t(layer.group)];
@@ -187,9 +188,10 @@ void PagedAttention::run(const Layer &layer, const float *q, int64_t ldq, float 
         const AttentionSpan *ahead = more ? &next.span : nullptr;
         const Tile &tile = tiles[size_t(here.tile)];
         float *to = out + tile.token * ldo + here.head * width;
+        const float *own = sinks == nullptr ? nullptr : sinks + here.head * group_heads;
         if (here.pieces == 1) {
             kernels.attend(shape, here.span, ahead, false, state, scratch);
-            kernels.finish(shape, tile.tokens, state, to, ldo);
+            kernels.finish(shape, own, tile.tokens, state, to, ldo);
         } else {
             const int64_t chunks = here.span.query.end_chunk() - here.first_chunk;
             const int64_t slot =
@@ -204,7 +206,7 @@ void PagedAttention::run(const Layer &layer, const float *q, int64_t ldq, float 
             if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == here.pieces) {
                 done.store(0, std::memory_order_relaxed);
                 kernels.fold(shape, rows, chunks, slots, state);
-                kernels.finish(shape, tile.tokens, state, to, ldo);
+                kernels.finish(shape, own, tile.tokens, state, to, ldo);
             }
         }
         here = next;

@@ -32,9 +32,9 @@ class PagedAttention {
     void plan(const StepBatch &batch);
     Job job(int64_t group) const;
     // Items [begin, end) of a layer's job. Row t of q and out is token t's, all heads; rows are ldq
-    // and ldo floats apart. `arena` is the KV cache.
-    void run(const Layer &layer, const float *q, int64_t ldq, float *out, int64_t ldo,
-             const std::byte *arena, int thread, int64_t begin, int64_t end);
+    // and ldo floats apart. `sinks` are the layer's, if it has any; `arena` is the KV cache.
+    void run(const Layer &layer, const float *q, int64_t ldq, const float *sinks, float *out,
+             int64_t ldo, const std::byte *arena, int thread, int64_t begin, int64_t end);
 
     // Puts tokens' keys and values (all heads) into consecutive slots of one tile of a block of the
     // arena. Rows are ldk and ldv floats apart.

@@ -133,6 +133,54 @@ void dequantize_4xs(const uint8_t *block, float *out) {
     }
 }
 
+// The number at a place of a stream of `bits` bits each, the lowest first.
+int number_at(const uint8_t *stream, int bits, int64_t i) {
+    int q = 0;
+    for (int b = 0; b < bits; ++b) {
+        const int64_t at = i * bits + b;
+        q |= (stream[at / 8] >> at % 8 & 1) << b;
+    }
+    return q;
+}
+
+// T3 and T4, in eighths, halves and ones (linear.h).
+constexpr int kIq1[8] = {-7, 1, 9, 0, -9, -1, 7, 0};
+constexpr int kIq2[8] = {8, 25, 43, 0, -8, -25, -43, 0};
+constexpr int kIq3Xxs[16] = {2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31};
+constexpr int kIq3S[16] = {1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15};
+
+void dequantize_t3(const uint8_t *block, const int *numbers, float *out) {
+    for (int i = 0; i < 256; ++i) {
+        const uint8_t byte = block[2 + i / 32];
+        const int scale = 2 * (i % 32 < 16 ? byte % 16 : byte / 16) + 1;
+        const int number = scale * numbers[number_at(block + 10, 3, i)];
+        out[i] = half(block) * static_cast<float>(number) / 8;
+    }
+}
+
+void dequantize_t4(const uint8_t *block, const int *numbers, int parts, float *out) {
+    for (int i = 0; i < 256; ++i) {
+        const auto scale = static_cast<int8_t>(block[2 + i / 32]);
+        const int number = numbers[number_at(block + 10, 4, i)];
+        out[i] = half(block) * static_cast<float>(scale) * static_cast<float>(number) /
+                 static_cast<float>(parts);
+    }
+}
+
+float e4m3(uint8_t code) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    const float value = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
+                                      : std::ldexp(static_cast<float>(8 + fraction), exponent - 10);
+    return code & 0x80 ? -value : value;
+}
+
+void dequantize_nvfp4(const uint8_t *block, float scale, float *out) {
+    for (int i = 0; i < 32; ++i) {
+        const int number = kDoubledE2M1[number_at(block + 2, 4, i)];
+        out[i] = e4m3(block[i / 16]) * static_cast<float>(number) / 2 * scale;
+    }
+}
+
 // fp32 scales, zeros of a byte each, then the numbers, the lowest bit first.
 void dequantize_grouped(const uint8_t *row, int bits, int64_t k, int64_t group, float *out) {
     int64_t groups = 0;
@@ -140,13 +188,8 @@ void dequantize_grouped(const uint8_t *row, int bits, int64_t k, int64_t group, 
         ++groups;
     const uint8_t *zeros = row + 4 * groups, *stream = zeros + groups;
     for (int64_t i = 0; i < k; ++i) {
-        int q = 0;
-        for (int b = 0; b < bits; ++b) {
-            const int64_t at = i * bits + b;
-            q |= (stream[at / 8] >> at % 8 & 1) << b;
-        }
         const auto scale = load_as<float>(row + i / group * 4);
-        out[i] = scale * static_cast<float>(q - zeros[i / group]);
+        out[i] = scale * static_cast<float>(number_at(stream, bits, i) - zeros[i / group]);
     }
 }
 
@@ -159,11 +202,18 @@ size_t row_bytes(Format format, int64_t k, int64_t group) {
 void dequantize(Format format, const std::byte *row, int64_t k, float *out, int64_t group) {
     const FormatInfo info = format_info(format);
     if (info.grouped) {
-        const int bits = format == Format::I3 ? 3 : format == Format::I4 ? 4 : 8;
+        const int bits = static_cast<int>(format) - 1000;
         dequantize_grouped(reinterpret_cast<const uint8_t *>(row), bits, k, group, out);
         return;
     }
     const auto *block = reinterpret_cast<const uint8_t *>(row);
+    if (format == Format::E4M3) {
+        const uint8_t *codes = block + (k + group - 1) / group * 4;
+        for (int64_t i = 0; i < k; ++i)
+            out[i] = e4m3(codes[i]) * load_as<float>(block + i / group * 4);
+        return;
+    }
+    block += info.header;
     for (int64_t i = 0; i < k; i += info.block_values, block += info.block_bytes) {
         float *to = out + i;
         switch (format) {
@@ -216,9 +266,26 @@ void dequantize(Format format, const std::byte *row, int64_t k, float *out, int6
         case Format::MXFP4:
             dequantize_codes(block + 1, kDoubledE2M1, std::ldexp(1.0f, block[0] - 128), to);
             break;
+        case Format::T3_IQ1:
+            dequantize_t3(block, kIq1, to);
+            break;
+        case Format::T3_IQ2:
+            dequantize_t3(block, kIq2, to);
+            break;
+        case Format::T4_IQ3_XXS:
+            dequantize_t4(block, kIq3Xxs, 2, to);
+            break;
+        case Format::T4_IQ3_S:
+            dequantize_t4(block, kIq3S, 1, to);
+            break;
+        case Format::NVFP4:
+            dequantize_nvfp4(block, load_as<float>(row), to);
+            break;
+        case Format::I2:
         case Format::I3:
         case Format::I4:
         case Format::I8:
+        case Format::E4M3:
             break;
         }
     }

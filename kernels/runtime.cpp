@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "checks.h"
 #include "formats.h"
 
 namespace octavo {
@@ -24,21 +25,6 @@ static_assert(kChunkRows % kPanel == 0);
 constexpr int64_t kExpertBlocks = 4;
 // Pieces a thread of the experts' work, for the balance.
 constexpr int64_t kExpertPieces = 12;
-
-[[noreturn]] void refuse(const std::string &message) {
-    throw std::invalid_argument(message);
-}
-
-std::string text(int64_t value) {
-    return std::to_string(value);
-}
-
-void check_range(const char *name, int64_t value, int64_t low, int64_t high) {
-    if (value < low || value > high) {
-        refuse(std::string(name) + " is " + text(value) + ", outside " + text(low) + " to " +
-               text(high));
-    }
-}
 
 const RuntimeConfig &checked(const RuntimeConfig &config) {
     check_range("max_tokens", config.max_tokens, 1, 1 << 24);
@@ -75,6 +61,7 @@ const RuntimeConfig &checked(const RuntimeConfig &config) {
         check_range("bytes of a block", config.block_bytes, config.group_bytes(group),
                     int64_t(1) << 40);
     }
+    check_range("num_blocks", config.num_blocks, 1, (int64_t(1) << 46) / config.block_bytes);
     return config;
 }
 
@@ -85,11 +72,11 @@ int64_t grain_for(int64_t items, int threads) {
 }
 
 void check_group(Format format, int64_t group) {
-    if (!format_info(format).grouped)
+    const int64_t step = group_step(format);
+    if (step == 0)
         check_range("group of a format without one", group, 0, 0);
-    else if (group < 1 || group % format_info(format).block_values != 0)
-        refuse("groups of " + text(group) + " inputs are not whole blocks of " +
-               text(format_info(format).block_values));
+    else if (group < 1 || group % step != 0)
+        refuse("groups of " + text(group) + " inputs are not whole blocks of " + text(step));
 }
 
 int64_t column_blocks(int64_t n) {
@@ -102,14 +89,24 @@ int64_t expert_units(int64_t n) {
 
 } // namespace
 
-void check_zeros(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group) {
-    if (format != Format::I3 && format != Format::I4)
-        return;
-    const int64_t groups = (k + group - 1) / group, row = row_bytes(format, k, group);
-    for (int64_t i = 0; i < n; ++i)
-        for (int64_t g = 0; g < groups; ++g)
-            check_range("zero of a group", int64_t(data[i * row + groups * 4 + g]), 0,
-                        format == Format::I3 ? 8 : 16);
+void check_rows(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group) {
+    const int64_t row = row_bytes(format, k, group);
+    const auto is_nan = [](std::byte code) { return (code & std::byte{0x7f}) == std::byte{0x7f}; };
+    for (int64_t i = 0; i < n; ++i, data += row) {
+        if (format == Format::E4M3) {
+            if (std::any_of(data + row - k, data + row, is_nan))
+                refuse("a number of row " + text(i) + " is NaN");
+        } else if (format == Format::NVFP4) {
+            for (int64_t at = format_info(format).header; at < row; at += 18)
+                if (is_nan(data[at]) || is_nan(data[at + 1]))
+                    refuse("a scale of row " + text(i) + " is NaN");
+        } else if (format == Format::I2 || format == Format::I3 || format == Format::I4) {
+            const int64_t groups = (k + group - 1) / group;
+            const int64_t most = format == Format::I2 ? 4 : format == Format::I3 ? 8 : 16;
+            for (int64_t g = 0; g < groups; ++g)
+                check_range("zero of a group", int64_t(data[groups * 4 + g]), 0, most);
+        }
+    }
 }
 
 Runtime::Runtime(const Tier &tier, const RuntimeConfig &config, std::shared_ptr<ThreadPool> pool)
@@ -117,8 +114,8 @@ Runtime::Runtime(const Tier &tier, const RuntimeConfig &config, std::shared_ptr<
       ordered_(size_t(pool_.size())), shared_rows_(kChunkRows * pool_.size()),
       logits_(size_t(config.logits_slice * config.vocab_size) * sizeof(float)),
       arena_(size_t(config.num_blocks) * size_t(config.block_bytes)),
-      attention_(tier, config_, pool_.size()), token_seqs_(size_t(config.max_tokens)),
-      slot_seen_(size_t(config.max_seqs)) {}
+      attention_(tier, config_, pool_.size()), recurrence_(tier, config_, pool_.size()),
+      token_seqs_(size_t(config.max_tokens)), slot_seen_(size_t(config.max_seqs)) {}
 
 size_t Runtime::weight_bytes() const {
     size_t total = 0;
@@ -168,7 +165,7 @@ void Runtime::pack_rows(int64_t matrix, int64_t first, int64_t last, const std::
         refuse(rows + " of " + text(k) + " numbers have " + text(bytes) + " bytes of data, not " +
                text(needed));
     }
-    check_zeros(format, data, last - first, k, group);
+    check_rows(format, data, last - first, k, group);
     // It lies in an arena of ours, and nothing runs meanwhile.
     std::byte *to =
         const_cast<std::byte *>(packed) + tier_.linear.packed_bytes(format, first, k, group);
@@ -224,8 +221,8 @@ int64_t Runtime::add_rope(int64_t dim, bool interleaved, const std::vector<doubl
     return int64_t(ropes_.size()) - 1;
 }
 
-int64_t Runtime::add_routing(int64_t experts, int64_t chosen, bool renormalize) {
-    routings_.emplace_back(experts, chosen, renormalize, config_.max_tokens);
+int64_t Runtime::add_routing(int64_t experts, int64_t chosen, const Gating &gating) {
+    routings_.emplace_back(experts, chosen, gating, config_.max_tokens);
     return int64_t(routings_.size()) - 1;
 }
 
@@ -245,8 +242,9 @@ void Runtime::allocate_activations(int64_t row_bytes, int64_t local_row_bytes) {
 
 void Runtime::check_value(const Value &value, int64_t width, const char *what) const {
     const int64_t end = value.offset + value.stride * int64_t(sizeof(float));
-    if (value.offset < 0 || value.offset % 64 != 0 || value.stride < width || width < 1 ||
-        value.stride % 16 != 0 || end > (value.local ? local_row_bytes_ : row_bytes_)) {
+    if (value.offset < 0 || value.offset % 64 != 0 || value.first < 0 || width < 1 ||
+        value.stride < width || value.first > value.stride - width || value.stride % 16 != 0 ||
+        end > (value.local ? local_row_bytes_ : row_bytes_)) {
         refuse(std::string(what) + " does not fit the activation arena");
     }
 }
@@ -311,19 +309,23 @@ void Runtime::check_slots(const Prepared &slots, Format format, int64_t k, int64
 void Runtime::check_function(FunctionStep &step) const {
     for (size_t i = 0; i < tier_.row.num_functions; ++i) {
         const RowFunction &function = tier_.row.functions[i];
-        if (step.name == function.name && step.inputs.size() == function.inputs)
+        if (step.name == function.name && step.inputs.size() == function.inputs &&
+            step.weights.size() == function.weights)
             step.function = &function;
     }
-    if (step.function == nullptr || step.weights.size() != step.function->weights ||
-        step.numbers.size() != step.function->numbers)
+    if (step.function == nullptr || step.numbers.size() != step.function->numbers)
         refuse("function '" + step.name + "' of " + text(int64_t(step.inputs.size())) + " rows, " +
                text(int64_t(step.weights.size())) + " weights and " +
                text(int64_t(step.numbers.size())) + " numbers, which there is not");
     check_range("group of a function", step.group, 1, step.width);
     if (step.width % step.group != 0)
         refuse("groups of a function do not divide the width");
+    if (!step.weights.empty()) {
+        check_range("vector", step.weights[0], 0, int64_t(vectors_.size()) - 1);
+        step.wide = int64_t(vectors_[size_t(step.weights[0])].size()) == step.width;
+    }
     for (const int64_t weight : step.weights)
-        check_vector(weight, step.group);
+        check_vector(weight, step.function->scalar ? 1 : step.wide ? step.width : step.group);
 }
 
 void Runtime::check_slots(RowStep &step, int64_t routing) const {
@@ -354,6 +356,28 @@ void Runtime::check_each(const PrepareEachStep &step) const {
     check_slots(step.slots, Format(step.format), step.k, step.routing);
 }
 
+void Runtime::check_recurrence(const RecurrentLayer &layer, bool selected) {
+    recurrence_.add(layer.shape, layer.inputs, layer.matrix);
+    const StatePart &inputs = config_.state.parts[size_t(layer.inputs)];
+    check_value(layer.x, inputs.width, "input of a recurrent layer");
+    check_range("gates of a recurrent layer", int64_t(layer.gates.size()),
+                int64_t(Recurrence::gates(layer.shape)), int64_t(Recurrence::gates(layer.shape)));
+    bool local = layer.x.local;
+    for (const Value &gate : layer.gates) {
+        check_value(gate, Recurrence::gate_width(layer.shape), "gate of a recurrent layer");
+        local |= gate.local;
+    }
+    check_vector(layer.weight, (inputs.depth + 1) * inputs.width);
+    if (layer.bias >= 0)
+        check_vector(layer.bias, inputs.width);
+    if (const auto *mamba = std::get_if<MambaShape>(&layer.shape)) {
+        check_vector(mamba->a, mamba->heads);
+        check_vector(mamba->d, mamba->heads);
+    }
+    if (selected || local)
+        refuse("a recurrent layer of selected rows only, or of a thread's");
+}
+
 void Runtime::check_experts(ExpertsRegion &region) const {
     check_routing(region.routing);
     const int64_t experts = routings_[size_t(region.routing)].experts();
@@ -370,6 +394,10 @@ void Runtime::check_experts(ExpertsRegion &region) const {
         }
         check_slots(part.out, first.n, region.routing, "experts' output");
         check_slots(part.activations, first.format, first.k, region.routing);
+        if (!part.biases.empty())
+            check_range("biases of experts", int64_t(part.biases.size()), experts, experts);
+        for (const int64_t bias : part.biases)
+            check_vector(bias, first.n);
         region.units += expert_units(first.n);
     }
 }
@@ -463,6 +491,12 @@ void Runtime::check_region(Region &region, Program &program) {
             value(step.angles, 2 * ropes_[size_t(step.rope)].dim, "angles");
             if (selected)
                 refuse("queries of selected rows only");
+        } else if constexpr (std::is_same_v<Step, ScaleByPositionStep>) {
+            check_range("original context", step.original, 1, std::numeric_limits<int32_t>::max());
+            value(step.x, step.width, "input scaled by position");
+            value(step.out, step.width, "output scaled by position");
+            if (selected)
+                refuse("scaling of selected rows only");
         } else if constexpr (std::is_same_v<Step, KeepStep>) {
             value(step.x, step.width, "kept rows");
             if (!selected || (hidden_width_ > 0 && hidden_width_ != step.width))
@@ -471,9 +505,20 @@ void Runtime::check_region(Region &region, Program &program) {
                 hidden_ = Memory(size_t(config_.max_logits_rows * step.width) * sizeof(float));
             hidden_width_ = step.width;
             program.keeps = true;
+        } else if constexpr (std::is_same_v<Step, GateStep>) {
+            check_range("group of a gate", step.group, 1, step.width);
+            if (step.width % step.group != 0)
+                refuse("groups of a gate do not divide the width");
+            value(step.x, step.width, "gated input");
+            value(step.gate, step.width / step.group, "gate");
+            value(step.out, step.width, "gated output");
         } else if constexpr (std::is_same_v<Step, RouteStep>) {
             check_routing(step.routing);
-            value(step.logits, routings_[size_t(step.routing)].experts(), "router's logits");
+            const int64_t experts = routings_[size_t(step.routing)].experts();
+            value(step.logits, experts, "router's logits");
+            for (const int64_t vector : {step.bias, step.factors})
+                if (vector >= 0)
+                    check_vector(vector, experts);
         } else if constexpr (std::is_same_v<Step, SpreadStep>) {
             check_routing(step.routing);
             check_prepared(step.rows, Format(step.format), step.k);
@@ -514,9 +559,22 @@ void Runtime::check_region(Region &region, Program &program) {
             checked_group(attention->layer.group, attention->layer.index).head_dim;
         value(attention->q, width, "q");
         value(attention->out, width, "attention output");
+        if (attention->sinks >= 0)
+            check_vector(attention->sinks, config_.num_heads);
         program.cached = true;
         if (selected || attention->q.local || attention->out.local)
             refuse("attention of selected rows only, or of a thread's");
+    } else if (const auto *recurrent = std::get_if<RecurrentRegion>(&region.work)) {
+        check_recurrence(recurrent->layer, selected);
+        const StatePart &inputs = config_.state.parts[size_t(recurrent->layer.inputs)];
+        value(recurrent->out, Recurrence::out_width(recurrent->layer.shape, inputs),
+              "output of a recurrent layer");
+        if (recurrent->out.local)
+            refuse("a recurrent layer's output of a thread's");
+        program.cached = program.recurrent = true;
+    } else if (const auto *history = std::get_if<HistoryRegion>(&region.work)) {
+        check_recurrence(history->layer, selected);
+        program.cached = program.recurrent = true;
     } else if (const auto *logits = std::get_if<LogitsRegion>(&region.work)) {
         check_matrix(logits->matrix);
         const PackedMatrix &matrix = matrices_[size_t(logits->matrix)];
@@ -568,6 +626,8 @@ void Runtime::validate(const StepBatch &batch, const Program &program) const {
     }
     if (program.cached)
         validate_sequences(batch);
+    if (program.recurrent)
+        recurrence_.validate(batch);
 }
 
 void Runtime::validate_sequences(const StepBatch &batch) const {
@@ -643,6 +703,8 @@ void Runtime::run_step(const StepBatch &batch, int64_t program) {
         }
         attention_.plan(batch_);
     }
+    if (running.recurrent)
+        recurrence_.plan(batch_);
     plan_jobs();
     const ThreadPool::Time start =
         profiling_ ? std::chrono::steady_clock::now() : ThreadPool::Time{};
@@ -909,6 +971,11 @@ void Runtime::run_items(size_t index, int thread, int64_t begin, int64_t end) {
         run(*linear, scope, begin, end);
     } else if (const auto *attention = std::get_if<AttentionRegion>(&region.work)) {
         run(*attention, thread, begin, end);
+    } else if (const auto *recurrent = std::get_if<RecurrentRegion>(&region.work)) {
+        recurrence_.run(layer_of(recurrent->layer), row_of(recurrent->out, 0),
+                        recurrent->out.stride, arena_.data(), thread, begin, end);
+    } else if (const auto *history = std::get_if<HistoryRegion>(&region.work)) {
+        recurrence_.store_history(layer_of(history->layer), arena_.data(), begin, end);
     } else if (const auto *sort = std::get_if<SortRegion>(&region.work)) {
         routings_[size_t(sort->routing)].sort(scope.end);
     } else if (const auto *slots = std::get_if<SlotsRegion>(&region.work)) {
@@ -999,6 +1066,8 @@ void Runtime::run(const FunctionStep &step, int64_t row, const Scope &scope) {
     for (int64_t at = 0; at < step.width; at += step.group) {
         for (size_t i = 0; i < step.inputs.size(); ++i)
             arguments.inputs[i] = inputs[i] + at;
+        for (size_t i = 0; step.wide && i < step.weights.size(); ++i)
+            arguments.weights[i] = vectors_[size_t(step.weights[i])].data() + at;
         arguments.out = out + at;
         step.function->run(arguments);
     }
@@ -1065,22 +1134,47 @@ void Runtime::rotate(const RopeTable &rope, const float *angles, float *x, int64
 }
 
 void Runtime::store(const RopeStoreStep &step, const Scope &scope, int64_t begin, int64_t end) {
+    const KvGroup &group = config_.groups[size_t(step.group)];
+    const int64_t used = config_.group_bytes(group);
     for (int64_t row = begin; row < end;) {
         const int32_t seq = token_seqs_[size_t(row)];
         const int64_t position = batch_.positions[row];
         const int64_t rows = std::min(
             {end - row, batch_.seq_offsets[seq + 1] - row, kTokenTile - position % kTokenTile});
         const int32_t index = table(step.group, seq)[position / config_.block_size];
-        attention_.store({step.group, step.layer, 0.0f, 0.0f}, position % config_.block_size, rows,
+        const int64_t slot = position % config_.block_size;
+        attention_.store({step.group, step.layer, 0.0f, 0.0f}, slot, rows,
                          row_of(step.k, row, scope), step.k.stride, row_of(step.v, row, scope),
                          step.v.stride, block(index));
+        // What the group leaves over of the block may hold what another has had there.
+        if (slot == 0 && step.layer + 1 == group.layers)
+            std::memset(block(index) + used, 0, size_t(config_.block_bytes - used));
         row += rows;
     }
+}
+
+void Runtime::run(const ScaleByPositionStep &step, int64_t row, const Scope &scope) {
+    const double times = double(batch_.positions[row] / step.original);
+    const float *x = row_of(step.x, row, scope);
+    float *out = row_of(step.out, row, scope);
+    if (out != x)
+        std::memcpy(out, x, size_t(step.width) * sizeof(float));
+    tier_.row.scale(out, float(1.0 + step.beta * std::log1p(times)), step.width);
 }
 
 void Runtime::run(const GatherStep &step, int64_t row, const Scope &scope) {
     std::memcpy(row_of(step.out, row, scope), row_of(step.x, batch_.logits_rows[row]),
                 size_t(step.width) * sizeof(float));
+}
+
+void Runtime::run(const GateStep &step, int64_t row, const Scope &scope) {
+    const float *x = row_of(step.x, row, scope), *gate = row_of(step.gate, row, scope);
+    float *out = row_of(step.out, row, scope);
+    for (int64_t i = 0; i < step.width / step.group; ++i) {
+        const float share = sigmoid(gate[i]); // before the output, which may be the gate
+        std::memmove(out + i * step.group, x + i * step.group, size_t(step.group) * sizeof(float));
+        tier_.row.scale(out + i * step.group, share, step.group);
+    }
 }
 
 void Runtime::run(const KeepStep &step, int64_t row, const Scope &scope) {
@@ -1147,14 +1241,49 @@ Job Runtime::job_of(const AttentionRegion &region, int64_t) const {
 }
 
 void Runtime::run(const AttentionRegion &region, int thread, int64_t begin, int64_t end) {
-    attention_.run(region.layer, row_of(region.q, 0), region.q.stride, row_of(region.out, 0),
+    const float *sinks = region.sinks < 0 ? nullptr : vectors_[size_t(region.sinks)].data();
+    attention_.run(region.layer, row_of(region.q, 0), region.q.stride, sinks, row_of(region.out, 0),
                    region.out.stride, arena_.data(), thread, begin, end);
+}
+
+// Recurrent layers
+
+Job Runtime::job_of(const RecurrentRegion &region, int64_t) const {
+    return recurrence_.job(layer_of(region.layer));
+}
+
+Job Runtime::job_of(const HistoryRegion &region, int64_t) const {
+    return recurrence_.history_job(layer_of(region.layer));
+}
+
+Recurrence::Layer Runtime::layer_of(const RecurrentLayer &layer) const {
+    const auto vector = [&](int64_t index) {
+        return index < 0 ? nullptr : vectors_[size_t(index)].data();
+    };
+    Recurrence::Layer found;
+    found.shape = layer.shape;
+    found.inputs = layer.inputs;
+    found.matrix = layer.matrix;
+    found.x = {row_of(layer.x, 0), layer.x.stride};
+    for (size_t i = 0; i < layer.gates.size(); ++i)
+        found.gates[i] = {row_of(layer.gates[i], 0), layer.gates[i].stride};
+    found.weight = vector(layer.weight);
+    found.bias = vector(layer.bias);
+    if (const auto *mamba = std::get_if<MambaShape>(&layer.shape)) {
+        found.a = vector(mamba->a);
+        found.d = vector(mamba->d);
+    }
+    return found;
 }
 
 // Experts
 
 void Runtime::run(const RouteStep &step, int64_t row, const Scope &scope) {
-    routings_[size_t(step.routing)].choose(row, row_of(step.logits, row, scope));
+    const auto vector = [&](int64_t index) {
+        return index < 0 ? nullptr : vectors_[size_t(index)].data();
+    };
+    routings_[size_t(step.routing)].choose(row, row_of(step.logits, row, scope), vector(step.bias),
+                                           vector(step.factors));
 }
 
 void Runtime::run(const SpreadStep &step, int64_t row, const Scope &scope) {
@@ -1236,6 +1365,15 @@ void Runtime::run(const ExpertsRegion &region, int64_t begin, int64_t end) {
                                 crowd.end, low * kExpertBlocks,
                                 std::min(high * kExpertBlocks, column_blocks(matrix.n)),
                                 row_of(part.out, 0), part.out.stride, false);
+            if (part.biases.empty())
+                continue;
+            const float *bias = vectors_[size_t(part.biases[size_t(crowd.expert)])].data();
+            const int64_t from = low * kExpertBlocks * kColumns;
+            const int64_t width = std::min(matrix.n, high * kExpertBlocks * kColumns) - from;
+            for (int64_t slot = crowd.begin; slot < crowd.end; ++slot) {
+                float *to = row_of(part.out, slot) + from;
+                tier_.row.add(to, bias + from, to, width);
+            }
         }
     };
     for (int64_t item = begin; item < end; ++item)

@@ -14,6 +14,7 @@
 #include "experts.h"
 #include "memory.h"
 #include "paged_attention.h"
+#include "recurrence.h"
 #include "thread_pool.h"
 #include "tier.h"
 
@@ -40,6 +41,7 @@ struct RuntimeConfig {
     int64_t block_bytes; // of any group: what the largest takes, or more
     int64_t num_heads;
     KvKind kv_kind;
+    StateConfig state;
 
     // Of a group's block: keys and values of one head of one layer, and of all.
     int64_t head_bytes(const KvGroup &group) const {
@@ -55,7 +57,8 @@ struct RuntimeConfig {
 struct Value {
     int64_t offset; // bytes a row of the arena
     int64_t stride;
-    bool local; // lives between two meetings of the threads only: in the thread's own arena
+    bool local;        // lives between two meetings of the threads only: in the thread's own arena
+    int64_t first = 0; // element of each row that it begins with: it is part of a wider one
 };
 // Rows prepared for linear layers, laid out likewise.
 struct Prepared {
@@ -84,6 +87,7 @@ struct FunctionStep {
     int64_t width;
     int64_t group;
     const RowFunction *function = nullptr; // of the tier, when checked
+    bool wide = false;                     // weights are as wide as a row, when checked
 };
 // Prepares a row for linear layers of a format, its elements in an order that was added, or as they
 // come (-1).
@@ -111,6 +115,13 @@ struct RotateStep {
     int64_t rope;
     int64_t head_dim;
 };
+// Multiplies a row by 1 + beta * log(1 + floor(position / original)).
+struct ScaleByPositionStep {
+    Value x, out;
+    int64_t width;
+    double beta;
+    int64_t original;
+};
 // Row r of out = row logits_rows[r] of x.
 struct GatherStep {
     Value x, out;
@@ -121,10 +132,17 @@ struct KeepStep {
     Value x;
     int64_t width;
 };
+// Multiplies `group` elements of a row at a time by the sigmoid of one gate.
+struct GateStep {
+    Value x, gate, out;
+    int64_t width;
+    int64_t group;
+};
 // Chooses the row's experts by its logits.
 struct RouteStep {
     Value logits;
     int64_t routing;
+    int64_t bias, factors; // vectors of an element an expert, or -1
 };
 // Copies a prepared row to the slots of its choices.
 struct SpreadStep {
@@ -153,8 +171,8 @@ struct CombineStep {
     int64_t width;
 };
 using RowStep = std::variant<EmbedStep, InputStep, FunctionStep, PrepareStep, AngleStep,
-                             RopeStoreStep, RotateStep, GatherStep, KeepStep, RouteStep, SpreadStep,
-                             PrepareEachStep, CombineStep>;
+                             RopeStoreStep, RotateStep, ScaleByPositionStep, GatherStep, KeepStep,
+                             GateStep, RouteStep, SpreadStep, PrepareEachStep, CombineStep>;
 
 // Regions: each begins when the one before is done.
 struct RowsRegion {
@@ -174,6 +192,24 @@ struct LinearRegion {
 struct AttentionRegion {
     Value q, out;
     PagedAttention::Layer layer;
+    int64_t sinks; // a vector of a score a head, or -1
+};
+struct RecurrentLayer {
+    RecurrenceShape shape;
+    int64_t inputs; // parts of the state: the convolution's last inputs,
+    int64_t matrix; // and matrices, or -1
+    Value x;        // the convolution's inputs
+    std::vector<Value> gates;
+    int64_t weight; // a vector [taps][channels]
+    int64_t bias;   // a vector, or -1
+};
+struct RecurrentRegion {
+    RecurrentLayer layer;
+    Value out;
+};
+// Follows a layer's RecurrentRegion.
+struct HistoryRegion {
+    RecurrentLayer layer;
 };
 struct LogitsRegion {
     int64_t matrix;
@@ -194,6 +230,7 @@ struct ExpertsPart {
     std::vector<int64_t> matrices; // of the experts, alike
     Prepared activations;
     Value out;
+    std::vector<int64_t> biases; // vectors of the experts, or none
 };
 struct ExpertsRegion {
     int64_t routing;
@@ -204,8 +241,8 @@ struct ExpertsRegion {
 struct Region {
     std::string name;
     bool selected; // over the rows that want logits only
-    std::variant<RowsRegion, LinearRegion, AttentionRegion, LogitsRegion, SortRegion, SlotsRegion,
-                 ExpertsRegion>
+    std::variant<RowsRegion, LinearRegion, AttentionRegion, RecurrentRegion, HistoryRegion,
+                 LogitsRegion, SortRegion, SlotsRegion, ExpertsRegion>
         work;
     double seconds = 0.0;
 };
@@ -215,6 +252,7 @@ struct Program {
     std::vector<Region> regions;
     bool embeds = false;      // its tokens have ids
     bool cached = false;      // … and are of sequences, which have a place in the KV cache
+    bool recurrent = false;   // … and have a state
     bool keeps = false;       // it puts rows by for the caller
     int64_t input_width = 0;  // its tokens bring rows of this width; 0: none
     int64_t outputs = 0;      // logits a row
@@ -235,6 +273,7 @@ struct StepBatch {
     int64_t logits;
     const int32_t *copies; // [copies][2]
     int64_t num_copies;
+    StateStep state;
 };
 
 // Rows to guess tokens from, and room for what is guessed; nothing is trusted.
@@ -299,7 +338,7 @@ class Runtime {
     // multiplies them by `magnitude`.
     int64_t add_rope(int64_t dim, bool interleaved, const std::vector<double> &frequencies,
                      double magnitude);
-    int64_t add_routing(int64_t experts, int64_t chosen, bool renormalize);
+    int64_t add_routing(int64_t experts, int64_t chosen, const Gating &gating);
     // Bytes a row of the arena that a value of slots takes, with so many bytes a slot.
     int64_t slots_row_bytes(int64_t experts, int64_t chosen, int64_t slot_bytes) const {
         const int64_t most = Routing::most_slots(experts, chosen, config_.max_tokens);
@@ -400,6 +439,9 @@ class Runtime {
     Job job_of(const LinearRegion &region, int64_t rows) const;
     Job job_of(const LogitsRegion &region, int64_t rows) const;
     Job job_of(const AttentionRegion &region, int64_t rows) const;
+    Job job_of(const RecurrentRegion &region, int64_t rows) const;
+    Job job_of(const HistoryRegion &region, int64_t rows) const;
+    Recurrence::Layer layer_of(const RecurrentLayer &layer) const;
     Job job_of(const SortRegion &region, int64_t rows) const;
     Job job_of(const SlotsRegion &region, int64_t rows) const;
     Job job_of(const ExpertsRegion &region, int64_t rows) const;
@@ -422,8 +464,10 @@ class Runtime {
     void rotate(const RopeTable &rope, const float *angles, float *x, int64_t heads,
                 int64_t head_dim) const;
     void store(const RopeStoreStep &step, const Scope &scope, int64_t begin, int64_t end);
+    void run(const ScaleByPositionStep &step, int64_t row, const Scope &scope);
     void run(const GatherStep &step, int64_t row, const Scope &scope);
     void run(const KeepStep &step, int64_t row, const Scope &scope);
+    void run(const GateStep &step, int64_t row, const Scope &scope);
     void run(const RouteStep &step, int64_t row, const Scope &scope);
     void run(const SpreadStep &step, int64_t row, const Scope &scope);
     void run(const PrepareEachStep &step, int64_t row, const Scope &scope);
@@ -434,14 +478,14 @@ class Runtime {
         std::byte *base = value.local ? scope.local + value.offset * scope.capacity
                                       : activations_.data() + value.offset * config_.max_tokens;
         return reinterpret_cast<float *>(base) +
-               (row - (value.local ? scope.begin : 0)) * value.stride;
+               (row - (value.local ? scope.begin : 0)) * value.stride + value.first;
     }
     // The row, or its copy in an order.
     const float *in_order(const float *row, int64_t order, const Scope &scope) const;
     // A value that is not local.
     float *row_of(const Value &value, int64_t row) const {
         return reinterpret_cast<float *>(activations_.data() + value.offset * config_.max_tokens) +
-               row * value.stride;
+               row * value.stride + value.first;
     }
     // Prepared rows that are not local.
     std::byte *base_of(const Prepared &rows) const {
@@ -477,6 +521,7 @@ class Runtime {
     void check_slots(const Prepared &slots, Format format, int64_t k, int64_t routing) const;
     void check_slots(RowStep &step, int64_t routing) const;
     void check_experts(ExpertsRegion &region) const;
+    void check_recurrence(const RecurrentLayer &layer, bool selected);
 
     const Tier &tier_;
     const RuntimeConfig config_;
@@ -512,6 +557,7 @@ class Runtime {
     bool drafted_ = false;  // since the last step
     Memory arena_;
     PagedAttention attention_;
+    Recurrence recurrence_;
 
     // The step being run.
     StepBatch batch_{};
@@ -520,8 +566,8 @@ class Runtime {
     bool profiling_ = false;
 };
 
-// Throws std::invalid_argument unless every zero of n rows of a grouped format is one that the
-// kernels count on (linear.h).
-void check_zeros(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group);
+// Throws std::invalid_argument unless n rows are as the kernels count on (linear.h): zeros of
+// grouped formats in their range, and no E4M3 number NaN.
+void check_rows(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group);
 
 } // namespace octavo

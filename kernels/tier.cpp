@@ -32,7 +32,11 @@ struct Entry {
 };
 
 #define OCTAVO_TABLE(name)                                                                         \
-    {#name, linear_kernels_##name(), row_kernels_##name(), attention_kernels_##name(),             \
+    {#name,                                                                                        \
+     linear_kernels_##name(),                                                                      \
+     row_kernels_##name(),                                                                         \
+     attention_kernels_##name(),                                                                   \
+     recurrence_kernels_##name(),                                                                  \
      scan_kernels_##name()}
 
 // Best first.

@@ -33,11 +33,17 @@ const AttentionKernels &attention_kernels_avx2();
 const AttentionKernels &attention_kernels_avx512();
 const AttentionKernels &attention_kernels_avx512_bf16();
 
+const RecurrenceKernels &recurrence_kernels_generic();
+const RecurrenceKernels &recurrence_kernels_avx2();
+const RecurrenceKernels &recurrence_kernels_avx512();
+const RecurrenceKernels &recurrence_kernels_avx512_bf16();
+
 struct Tier {
     const char *name;
     const LinearKernels &linear;
     const RowKernels &row;
     const AttentionKernels &attention;
+    const RecurrenceKernels &recurrence;
     const ScanKernels &scan;
 };
 

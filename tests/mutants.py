@@ -99,9 +99,14 @@ class _Run(ast.NodeTransformer):
         return None if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
 
 
-def runs(code: str) -> str:
-    """Return the part of a module that runs: what does not cannot be noticed."""
-    return ast.dump(_Run().visit(ast.parse(code)))
+def runs(code: str) -> str | None:
+    """Return the part of a module that runs: what does not cannot be noticed. None: it is no module
+    (a star that is no product, changed like one).
+    """
+    try:
+        return ast.dump(_Run().visit(ast.parse(code)))
+    except SyntaxError:
+        return None
 
 
 def mutants(room: Room, sample: int, seed: int) -> Iterator[Mutant]:
@@ -124,7 +129,7 @@ def mutants(room: Room, sample: int, seed: int) -> Iterator[Mutant]:
         source = path.read_text()
         operator = get_operator(each.operator_name)(**each.operator_args)
         code = mutate_code(source, operator, each.occurrence)
-        if code is None or runs(code) == runs(source):
+        if code is None or runs(code) in (None, runs(source)):
             continue
         lines = [*unified_diff(source.splitlines(), code.splitlines(), lineterm="", n=0)][2:]
         changed = [line[1:].strip() for line in lines if line.startswith("-")]

@@ -51,7 +51,8 @@ Format checked_format(int number, int64_t n, int64_t k, int64_t group) {
     if (n <= 0 || k <= 0 || k % info.block_values != 0)
         throw std::invalid_argument(std::string("a matrix of ") + format_name(format) +
                                     " cannot be " + std::to_string(n) + " x " + std::to_string(k));
-    if (info.grouped ? group < 1 || group % info.block_values != 0 : group != 0)
+    const int64_t step = group_step(format);
+    if (step > 0 ? group < 1 || group % step != 0 : group != 0)
         throw std::invalid_argument(std::string("a matrix of ") + format_name(format) +
                                     " cannot have groups of " + std::to_string(group));
     return format;
@@ -62,7 +63,7 @@ struct Packed {
         : format(checked_format(number, n, k, group)), buffer(nullptr, std::free) {
         if (data.size() != static_cast<size_t>(n * row_bytes(format, k, group)))
             throw std::invalid_argument("the data's size does not fit the shape");
-        check_zeros(format, reinterpret_cast<const std::byte *>(data.data()), n, k, group);
+        check_rows(format, reinterpret_cast<const std::byte *>(data.data()), n, k, group);
         buffer = aligned_buffer(tier.linear.packed_bytes(format, n, k, group));
         tier.linear.pack(format, reinterpret_cast<const std::byte *>(data.data()), n, k, group,
                          buffer.get(), 0, (n + kColumns - 1) / kColumns);

@@ -23,7 +23,12 @@ template <int dims> using Ints = nb::ndarray<const int32_t, nb::ndim<dims>, nb::
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig>;
 using ByteRows = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig>;
 using FloatRows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig>;
-using GroupFields = std::tuple<int64_t, int64_t, int64_t, int64_t>; // as KvGroup's
+using GroupFields = std::tuple<int64_t, int64_t, int64_t, int64_t>;              // as KvGroup's
+using StatePartFields = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>; // as StatePart's
+// Pages, bytes of a unit, units of a page, rows of the log, parts.
+using StateFields = std::tuple<int64_t, int64_t, int64_t, int64_t, std::vector<StatePartFields>>;
+// As StateBatch's (kv_cache/state_batch.py).
+using StateArrays = std::tuple<Ints<2>, Ints<1>, Ints<2>, Ints<1>, Ints<1>, Ints<1>>;
 using RegionFields = std::tuple<std::string, bool, decltype(Region::work)>;
 
 void check_size(const char *name, size_t size, size_t expected) {
@@ -43,10 +48,23 @@ nb::object logits(Runtime &runtime) {
     return rows_of(runtime, runtime.logits(), runtime.logits_rows(), runtime.outputs());
 }
 
+StateStep state_of(const StateArrays &arrays, const StateConfig &config, size_t seqs,
+                   size_t tokens) {
+    const auto &[tables, reads, stores, pending_offsets, pending, log] = arrays;
+    check_size("state.tables[0]", tables.shape(1), size_t(config.pages));
+    check_size("state.reads", reads.size(), seqs);
+    check_size("state.stores[0]", stores.shape(1), 3);
+    check_size("state.pending_offsets", pending_offsets.size(), seqs + 1);
+    check_size("state.log", log.size(), tokens);
+    return StateStep{tables.data(),  int64_t(tables.shape(0)), reads.data(),
+                     stores.data(),  int64_t(stores.shape(0)), pending_offsets.data(),
+                     pending.data(), int64_t(pending.size()),  log.data()};
+}
+
 nb::object step(Runtime &runtime, const Ints<1> &token_ids, const Ints<1> &positions,
                 const Ints<1> &seq_offsets, const Ints<1> &seq_slots, const Ints<3> &block_tables,
                 const Ints<1> &logits_rows, const Ints<2> &copies, int64_t index,
-                const std::optional<FloatRows> &rows) {
+                const std::optional<FloatRows> &rows, const std::optional<StateArrays> &state) {
     const RuntimeConfig &config = runtime.config();
     const Program &program = runtime.program(index);
     const size_t tokens = rows ? rows->shape(0) : token_ids.size();
@@ -76,6 +94,8 @@ nb::object step(Runtime &runtime, const Ints<1> &token_ids, const Ints<1> &posit
     batch.logits = int64_t(logits_rows.size());
     batch.copies = copies.data();
     batch.num_copies = int64_t(copies.size()) / 2;
+    if (state && program.recurrent)
+        batch.state = state_of(*state, config.state, seq_slots.size(), tokens);
     {
         nb::gil_scoped_release release;
         runtime.step(batch, index);
@@ -152,7 +172,8 @@ void transfer(Runtime &runtime, const Ints<1> &blocks, ByteRows &rows, bool to_a
 
 void bind_runtime(nb::module_ &m) {
     nb::class_<Value>(m, "Value", "kernels/runtime.h")
-        .def(nb::init<int64_t, int64_t, bool>(), "offset"_a, "stride"_a, "local"_a);
+        .def(nb::init<int64_t, int64_t, bool, int64_t>(), "offset"_a, "stride"_a, "local"_a,
+             "first"_a);
     nb::class_<Prepared>(m, "Prepared", "kernels/runtime.h")
         .def(nb::init<int64_t, bool>(), "offset"_a, "local"_a);
 
@@ -183,10 +204,18 @@ void bind_runtime(nb::module_ &m) {
              "angles"_a, "rope"_a, "group"_a, "layer"_a);
     nb::class_<RotateStep>(m, "RotateStep")
         .def(nb::init<Value, Value, int64_t, int64_t>(), "q"_a, "angles"_a, "rope"_a, "head_dim"_a);
+    nb::class_<ScaleByPositionStep>(m, "ScaleByPositionStep")
+        .def(nb::init<Value, Value, int64_t, double, int64_t>(), "x"_a, "out"_a, "width"_a,
+             "beta"_a, "original"_a);
     nb::class_<GatherStep>(m, "GatherStep")
         .def(nb::init<Value, Value, int64_t>(), "x"_a, "out"_a, "width"_a);
     nb::class_<KeepStep>(m, "KeepStep").def(nb::init<Value, int64_t>(), "x"_a, "width"_a);
-    nb::class_<RouteStep>(m, "RouteStep").def(nb::init<Value, int64_t>(), "logits"_a, "routing"_a);
+    nb::class_<GateStep>(m, "GateStep")
+        .def(nb::init<Value, Value, Value, int64_t, int64_t>(), "x"_a, "gate"_a, "out"_a, "width"_a,
+             "group"_a);
+    nb::class_<RouteStep>(m, "RouteStep")
+        .def(nb::init<Value, int64_t, int64_t, int64_t>(), "logits"_a, "routing"_a, "bias"_a,
+             "factors"_a);
     nb::class_<SpreadStep>(m, "SpreadStep")
         .def(nb::init<Prepared, int64_t, int64_t, int64_t, Prepared>(), "rows"_a, "format"_a, "k"_a,
              "routing"_a, "slots"_a);
@@ -209,16 +238,30 @@ void bind_runtime(nb::module_ &m) {
             },
             "parts"_a, "accumulate"_a);
     nb::class_<AttentionRegion>(m, "AttentionRegion")
-        .def(nb::init<Value, Value, int64_t, int64_t, float, float>(), "q"_a, "out"_a, "group"_a,
-             "layer"_a, "scale"_a, "softcap"_a);
+        .def(nb::init<Value, Value, int64_t, int64_t, float, float, int64_t>(), "q"_a, "out"_a,
+             "group"_a, "layer"_a, "scale"_a, "softcap"_a, "sinks"_a);
+    nb::class_<ShortConvShape>(m, "ShortConvShape").def(nb::init<>());
+    nb::class_<DeltaShape>(m, "DeltaShape")
+        .def(nb::init<int64_t, int64_t, int64_t, int64_t, bool>(), "key_heads"_a, "value_heads"_a,
+             "key_dim"_a, "value_dim"_a, "tiled"_a);
+    nb::class_<MambaShape>(m, "MambaShape")
+        .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>(), "heads"_a,
+             "head_dim"_a, "state"_a, "groups"_a, "a"_a, "d"_a);
+    nb::class_<RecurrentLayer>(m, "RecurrentLayer")
+        .def(nb::init<RecurrenceShape, int64_t, int64_t, Value, std::vector<Value>, int64_t,
+                      int64_t>(),
+             "shape"_a, "inputs"_a, "matrix"_a, "x"_a, "gates"_a, "weight"_a, "bias"_a);
+    nb::class_<RecurrentRegion>(m, "RecurrentRegion")
+        .def(nb::init<RecurrentLayer, Value>(), "layer"_a, "out"_a);
+    nb::class_<HistoryRegion>(m, "HistoryRegion").def(nb::init<RecurrentLayer>(), "layer"_a);
     nb::class_<LogitsRegion>(m, "LogitsRegion")
         .def(nb::init<int64_t, Prepared, float>(), "matrix"_a, "activations"_a, "softcap"_a);
     nb::class_<SortRegion>(m, "SortRegion").def(nb::init<int64_t>(), "routing"_a);
     nb::class_<SlotsRegion>(m, "SlotsRegion")
         .def(nb::init<int64_t, std::vector<RowStep>>(), "routing"_a, "steps"_a);
     nb::class_<ExpertsPart>(m, "ExpertsPart")
-        .def(nb::init<std::vector<int64_t>, Prepared, Value>(), "matrices"_a, "activations"_a,
-             "out"_a);
+        .def(nb::init<std::vector<int64_t>, Prepared, Value, std::vector<int64_t>>(), "matrices"_a,
+             "activations"_a, "out"_a, "biases"_a);
     nb::class_<ExpertsRegion>(m, "ExpertsRegion")
         .def(
             "__init__",
@@ -237,20 +280,28 @@ void bind_runtime(nb::module_ &m) {
                int64_t max_tokens, int64_t max_logits_rows, int64_t logits_slice, int64_t max_seqs,
                int64_t max_blocks_per_seq, int64_t num_blocks, int64_t vocab_size,
                const std::vector<GroupFields> &groups, int64_t block_size, int64_t block_bytes,
-               int64_t num_heads, int kv_kind) {
+               int64_t num_heads, int kv_kind, const std::optional<StateFields> &state) {
+                StateConfig states;
+                if (state) {
+                    const auto &[pages, unit_bytes, units_per_page, log_rows, parts] = *state;
+                    states = {pages, unit_bytes, units_per_page, log_rows, {}};
+                    for (const auto &[heads, depth, width, first_unit, tiles_per_unit] : parts)
+                        states.parts.push_back({heads, depth, width, first_unit, tiles_per_unit});
+                }
                 std::vector<KvGroup> kinds;
                 for (const auto &[layers, window, kv_heads, head_dim] : groups)
                     kinds.push_back(KvGroup{layers, window, kv_heads, head_dim});
-                new (self) Runtime(find_tier(isa),
-                                   RuntimeConfig{max_tokens, max_logits_rows, logits_slice,
-                                                 max_seqs, max_blocks_per_seq, num_blocks,
-                                                 vocab_size, std::move(kinds), block_size,
-                                                 block_bytes, num_heads, KvKind(kv_kind)},
-                                   std::move(pool));
+                new (self)
+                    Runtime(find_tier(isa),
+                            RuntimeConfig{max_tokens, max_logits_rows, logits_slice, max_seqs,
+                                          max_blocks_per_seq, num_blocks, vocab_size,
+                                          std::move(kinds), block_size, block_bytes, num_heads,
+                                          KvKind(kv_kind), std::move(states)},
+                            std::move(pool));
             },
             nb::kw_only(), "isa"_a, "pool"_a, "max_tokens"_a, "max_logits_rows"_a, "logits_slice"_a,
             "max_seqs"_a, "max_blocks_per_seq"_a, "num_blocks"_a, "vocab_size"_a, "groups"_a,
-            "block_size"_a, "block_bytes"_a, "num_heads"_a, "kv_kind"_a)
+            "block_size"_a, "block_bytes"_a, "num_heads"_a, "kv_kind"_a, "state"_a.none())
         .def_prop_ro("pool", &Runtime::pool)
         .def_prop_ro("isa", [](const Runtime &runtime) { return runtime.tier().name; })
         .def_prop_ro("block_bytes", &Runtime::block_bytes)
@@ -285,7 +336,12 @@ void bind_runtime(nb::module_ &m) {
         .def("add_vector", &Runtime::add_vector)
         .def("scale_vector", &Runtime::scale_vector)
         .def("add_rope", &Runtime::add_rope)
-        .def("add_routing", &Runtime::add_routing)
+        .def("add_routing",
+             [](Runtime &runtime, int64_t experts, int64_t chosen, bool sigmoid, bool renormalize,
+                float normalize_eps, float scale) {
+                 return runtime.add_routing(experts, chosen,
+                                            Gating{sigmoid, renormalize, normalize_eps, scale});
+             })
         .def("slots_row_bytes", &Runtime::slots_row_bytes)
         .def("allocate_activations", &Runtime::allocate_activations)
         .def("add_program",
@@ -299,7 +355,7 @@ void bind_runtime(nb::module_ &m) {
         .def("step", &step, "token_ids"_a.noconvert(), "positions"_a.noconvert(),
              "seq_offsets"_a.noconvert(), "seq_slots"_a.noconvert(), "block_tables"_a.noconvert(),
              "logits_rows"_a.noconvert(), "copies"_a.noconvert(), "program"_a,
-             "rows"_a.noconvert().none())
+             "rows"_a.noconvert().none(), "state"_a.noconvert().none())
         .def("start_draft", &start_draft, "programs"_a, "rows"_a.noconvert(), "numbers"_a,
              "token_ids"_a, "most"_a, "least"_a)
         .def("finish_draft", &finish_draft)

@@ -168,8 +168,8 @@ struct Case {
         return best_of(repeats, [&] {
             pool.run(jobs.data(), int64_t(jobs.size()),
                      [&](int64_t layer, int thread, int64_t begin, int64_t end) {
-                         attention.run({0, layer, 0.125f, 0.0f}, q.data(), width, out.data(), width,
-                                       arena.data(), thread, begin, end);
+                         attention.run({0, layer, 0.125f, 0.0f}, q.data(), width, nullptr,
+                                       out.data(), width, arena.data(), thread, begin, end);
                      });
         });
     }

@@ -3,6 +3,7 @@
 //   experts_test [rounds]
 #include "experts.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -40,12 +41,22 @@ std::vector<float> logits_of(int64_t experts) {
     return logits;
 }
 
-void check_choices(const Routing &routing, int64_t row, const std::vector<float> &logits) {
+std::vector<float> vector_of(int64_t experts, float low, float high) {
+    std::vector<float> values(static_cast<size_t>(experts));
+    for (float &value : values)
+        value = std::uniform_real_distribution<float>(low, high)(engine);
+    return values;
+}
+
+// `bias` and `factors` may be empty.
+void check_choices(const Routing &routing, int64_t row, const std::vector<float> &logits,
+                   const std::vector<float> &bias, const std::vector<float> &factors) {
     const Routing::Choice *choices = routing.choices(row);
     const auto chosen = size_t(routing.chosen());
+    const Gating &gating = routing.gating();
     bool nan = false;
     for (const float logit : logits)
-        nan |= std::isnan(logit) || logit == INFINITY;
+        nan |= std::isnan(logit) || (!gating.sigmoid && logit == INFINITY);
     std::vector<bool> taken(logits.size());
     for (size_t j = 0; j < chosen; ++j) {
         const int32_t expert = choices[j].expert;
@@ -59,19 +70,33 @@ void check_choices(const Routing &routing, int64_t row, const std::vector<float>
             all &= std::isnan(choices[j].weight);
         return check(all || std::isnan(choices[0].weight), "a NaN or infinity was lost");
     }
-    std::vector<int32_t> order(logits.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int32_t a, int32_t b) { return logits[size_t(a)] > logits[size_t(b)]; });
-    double sum = 0.0;
-    for (size_t i = 0; i < (routing.renormalizes() ? chosen : logits.size()); ++i)
-        sum += std::exp(double(logits[size_t(order[i])]) - logits[size_t(order[0])]);
+    const double most = *std::max_element(logits.begin(), logits.end());
+    double all = 0.0;
+    for (const float logit : logits)
+        all += std::exp(logit - most);
+    std::vector<double> shares(logits.size()), ranks(logits.size());
+    for (size_t i = 0; i < logits.size(); ++i) {
+        shares[i] = gating.sigmoid ? 1.0 / (1.0 + std::exp(-double(logits[i])))
+                                   : std::exp(logits[i] - most) / all;
+        ranks[i] = bias.empty() ? double(logits[i]) : shares[i] + double(bias[i]);
+    }
+    double sum = gating.renormalize ? double(gating.normalize_eps) : 1.0;
+    for (size_t j = 0; gating.renormalize && j < chosen; ++j)
+        sum += shares[size_t(choices[j].expert)];
     for (size_t j = 0; j < chosen; ++j) {
-        const float logit = logits[size_t(order[j])];
-        const double share = std::exp(double(logit) - logits[size_t(order[0])]) / sum;
-        check(choices[j].expert == order[j], "another expert was chosen");
-        const bool both_nan = std::isnan(choices[j].weight) && std::isnan(share); // all -infinity
-        check(both_nan || std::abs(choices[j].weight - share) < 1e-5, "another weight");
+        const auto expert = size_t(choices[j].expert);
+        // Those ranked before it, but for roundings of biased shares.
+        int64_t before = 0;
+        for (size_t i = 0; i < ranks.size(); ++i) {
+            const double ahead = ranks[i] - ranks[expert];
+            before += bias.empty() ? ahead > 0.0 || (ahead == 0.0 && i < expert) : ahead > 1e-6;
+        }
+        check(bias.empty() ? before == int64_t(j) : before <= int64_t(j),
+              "another expert was chosen");
+        const double factor = factors.empty() ? 1.0 : double(factors[expert]);
+        const double weight = shares[expert] / sum * double(gating.scale) * factor;
+        const bool both_nan = std::isnan(choices[j].weight) && std::isnan(weight); // all -infinity
+        check(both_nan || std::abs(choices[j].weight - weight) < 1e-5, "another weight");
     }
 }
 
@@ -127,12 +152,20 @@ void check_pieces(const Routing &routing) {
 void round() {
     const int64_t experts = draw(1, draw(1, 70)), chosen = draw(1, std::min<int64_t>(experts, 9));
     const int64_t room = draw(1, 90), rows = draw(1, room);
-    Routing routing(experts, chosen, draw(0, 1) == 0, room);
+    const bool sigmoid = draw(0, 1) == 0;
+    const Gating gating{sigmoid, draw(0, 1) == 0, sigmoid && draw(0, 1) == 0 ? 1e-3f : 0.0f,
+                        draw(0, 1) == 0 ? 1.0f : 1.5f};
+    Routing routing(experts, chosen, gating, room);
+    const std::vector<float> bias =
+        draw(0, 1) == 0 ? std::vector<float>() : vector_of(experts, -0.5f, 0.5f);
+    const std::vector<float> factors =
+        draw(0, 1) == 0 ? std::vector<float>() : vector_of(experts, 0.5f, 2.0f);
     for (int time = 0; time < 2; ++time) { // what came before leaves no trace
         for (int64_t row = 0; row < rows; ++row) {
             const std::vector<float> logits = logits_of(experts);
-            routing.choose(row, logits.data());
-            check_choices(routing, row, logits);
+            routing.choose(row, logits.data(), bias.empty() ? nullptr : bias.data(),
+                           factors.empty() ? nullptr : factors.data());
+            check_choices(routing, row, logits, bias, factors);
         }
         routing.sort(rows);
         check_slots(routing, rows);
@@ -144,7 +177,7 @@ void check_refusals() {
     const int64_t bad[][2] = {{0, 1}, {4, 0}, {4, 5}, {1 << 20, 2}, {-1, -1}};
     for (const auto &[experts, chosen] : bad) {
         try {
-            Routing(experts, chosen, true, 8);
+            Routing(experts, chosen, Gating{}, 8);
             check(false, "a choice that cannot be was taken");
         } catch (const std::invalid_argument &) {
         }

@@ -1,5 +1,6 @@
-// Row-wise kernels and attention of every tier this CPU has, against plain double arithmetic, over
-// odd shapes. Every buffer has exactly the size the kernel may touch, for the address sanitizer.
+// Row-wise kernels, attention and recurrences of every tier this CPU has, against plain double
+// arithmetic, over odd shapes. Every buffer has exactly the size the kernel may touch, for the
+// address sanitizer.
 //
 //   kernels_test [cases]    random cases a tier (default 100)
 #include "kernels.h"
@@ -11,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <span>
 #include <stdexcept>
@@ -66,16 +68,16 @@ float from_half(KvKind kind, uint16_t half) {
 
 // Computes a function of rows by its name; `y` null: it has one input.
 void apply(const Tier &tier, const std::string &name, const float *x, const float *y, float *out,
-           int64_t n, const float *weight = nullptr, float number = 0) {
+           int64_t n, const float *weight = nullptr, const Floats &numbers = {0.0f}) {
     const std::span functions(tier.row.functions, tier.row.num_functions);
     const auto function = std::ranges::find_if(functions, [&](const RowFunction &each) {
-        return name == each.name && each.inputs == (y ? 2 : 1);
+        return name == each.name && each.inputs == (y ? 2 : 1) && each.weights == (weight ? 1 : 0);
     });
     if (function == functions.end()) {
         expect(tier, name.c_str(), 1, 0, 0);
         return;
     }
-    function->run({{x, y}, {weight}, &number, out, n});
+    function->run({{x, y}, {weight}, numbers.data(), out, n});
 }
 
 void test_rows(const Tier &tier) {
@@ -84,7 +86,7 @@ void test_rows(const Tier &tier) {
     const Floats x = normal(n, 3.0f), y = normal(n);
     Floats out(x.size());
 
-    apply(tier, "rms_norm", x.data(), nullptr, out.data(), n, y.data(), 1e-5f);
+    apply(tier, "rms_norm", x.data(), nullptr, out.data(), n, y.data(), {1e-5f});
     double squares = 0.0;
     for (const float value : x)
         squares += double(value) * value;
@@ -92,19 +94,42 @@ void test_rows(const Tier &tier) {
         const double wanted = x[i] / std::sqrt(squares / double(n) + 1e-5) * y[i];
         expect(tier, "rms_norm", out[i], wanted, 2e-6);
     }
+    Floats plain(x.size());
+    apply(tier, "rms_norm", x.data(), nullptr, plain.data(), n, nullptr, 1e-5f);
+    for (size_t i = 0; i < x.size(); ++i)
+        expect(tier, "rms_norm without a weight", plain[i] * y[i], out[i], 0);
+    apply(tier, "scale", x.data(), nullptr, plain.data(), n, y.data());
+    for (size_t i = 0; i < x.size(); ++i)
+        expect(tier, "scale", plain[i], x[i] * y[0], 0);
+
     Floats sum = y;
     row.add_scaled(x.data(), 0.7f, sum.data(), n);
     for (size_t i = 0; i < x.size(); ++i)
         expect(tier, "add_scaled", sum[i], double(y[i]) + double(x[i]) * 0.7f, 3e-7);
 
     Floats in_place = x;
-    apply(tier, "rms_norm", in_place.data(), nullptr, in_place.data(), n, y.data(), 1e-5f);
+    apply(tier, "rms_norm", in_place.data(), nullptr, in_place.data(), n, y.data(), {1e-5f});
     if (in_place != out)
         expect(tier, "rms_norm in place", 1, 0, 0);
+
+    apply(tier, "layer_norm", x.data(), nullptr, out.data(), n, y.data(), 1e-5f);
+    const double mean = std::accumulate(x.begin(), x.end(), 0.0) / double(n);
+    double variance = 0.0;
+    for (const float value : x)
+        variance += (value - mean) * (value - mean) / double(n);
+    for (size_t i = 0; i < x.size(); ++i)
+        expect(tier, "layer_norm", out[i], (x[i] - mean) / std::sqrt(variance + 1e-5) * y[i], 4e-6);
+    in_place = x;
+    apply(tier, "layer_norm", in_place.data(), nullptr, in_place.data(), n, y.data(), 1e-5f);
+    if (in_place != out)
+        expect(tier, "layer_norm in place", 1, 0, 0);
 
     row.add(x.data(), y.data(), out.data(), n);
     for (size_t i = 0; i < x.size(); ++i)
         expect(tier, "add", out[i], x[i] + y[i], 0);
+    apply(tier, "multiply", x.data(), y.data(), out.data(), n);
+    for (size_t i = 0; i < x.size(); ++i)
+        expect(tier, "multiply", out[i], x[i] * y[i], 0);
     apply(tier, "silu", x.data(), y.data(), out.data(), n);
     for (size_t i = 0; i < x.size(); ++i) {
         expect(tier, "silu", out[i], x[i] / (1.0 + std::exp(-double(x[i]))) * y[i], 1e-6);
@@ -115,6 +140,16 @@ void test_rows(const Tier &tier) {
         const double inner = std::sqrt(2.0 / M_PI) * (v + 0.044715 * v * v * v);
         expect(tier, "gelu", out[i], 0.5 * v * (1.0 + std::tanh(inner)) * y[i], 2e-6);
     }
+    apply(tier, "swiglu_clamped", x.data(), y.data(), out.data(), n, nullptr, {1.702f, 1.5f});
+    for (size_t i = 0; i < x.size(); ++i) {
+        const double gate = std::min(double(x[i]), 1.5);
+        const double up = std::clamp(double(y[i]), -1.5, 1.5);
+        const double wanted = (up + 1.0) * gate / (1.0 + std::exp(-1.702 * gate));
+        expect(tier, "swiglu_clamped", out[i], wanted, 2e-6);
+    }
+    apply(tier, "sigmoid", x.data(), y.data(), out.data(), n);
+    for (size_t i = 0; i < x.size(); ++i)
+        expect(tier, "sigmoid", out[i], y[i] / (1.0 + std::exp(-double(x[i]))), 1e-6);
     // Where the exponential is beyond its range, and just before.
     const Floats edges = {-1e30f, -200.0f, -104.0f, -89.1f, -88.75f, -88.7f, -87.4f, -87.3f,
                           -0.0f,  87.3f,   87.4f,   88.7f,  88.75f,  89.1f,  200.0f, 1e30f};
@@ -125,7 +160,7 @@ void test_rows(const Tier &tier) {
         expect(tier, "silu", gated[i], edges[i] / (1.0 + std::exp(-double(edges[i]))), 1e-6);
     // Nothing to multiply by is as good as ones.
     const Floats many(x.size(), 1.0f);
-    for (const char *activation : {"silu", "gelu_tanh"}) {
+    for (const char *activation : {"silu", "gelu_tanh", "sigmoid"}) {
         Floats alone = x;
         apply(tier, activation, x.data(), many.data(), out.data(), n);
         apply(tier, activation, alone.data(), nullptr, alone.data(), n);
@@ -136,6 +171,14 @@ void test_rows(const Tier &tier) {
     apply(tier, "silu", unknown.data(), ones.data(), unknown.data(), 1);
     if (!std::isnan(unknown[0]))
         expect(tier, "silu of NaN", 1, 0, 0);
+    for (const bool up : {false, true}) {
+        const float *gate = up ? ones.data() : unknown.data();
+        Floats clamped(1);
+        apply(tier, "swiglu_clamped", gate, up ? unknown.data() : ones.data(), clamped.data(), 1,
+              nullptr, {1.702f, 7.0f});
+        if (!std::isnan(clamped[0]))
+            expect(tier, "swiglu_clamped of NaN", 1, 0, 0);
+    }
 
     Floats capped = x;
     row.softcap(capped.data(), 2.5f, n);
@@ -416,6 +459,8 @@ void test_attention(const Tier &tier) {
     const auto *base = reinterpret_cast<const std::byte *>(arena.data()) + head * head_bytes(shape);
     const AttentionQuery query{q.data(), stride, position, tokens, table.data(), base};
 
+    const Floats sinks = normal(group, 3.0f);
+    const float *const beside = draw(0, 1) == 0 ? nullptr : sinks.data();
     const auto run = [&](const AttentionQuery &part, bool apart) {
         const int64_t rows = part.tokens * group;
         const int64_t begin = part.first_chunk(shape.window), end = part.end_chunk();
@@ -436,7 +481,7 @@ void test_attention(const Tier &tier) {
             }
             tier.attention.fold(shape, rows, end - begin, states.data(), state.data());
         }
-        tier.attention.finish(shape, part.tokens, state.data(), out.data(), stride);
+        tier.attention.finish(shape, beside, part.tokens, state.data(), out.data(), stride);
         return out;
     };
     // Queries and weights are rounded to bf16 where the products are of bf16.
@@ -480,6 +525,10 @@ void test_attention(const Tier &tier) {
                 top = std::max(top, score);
             }
             double total = 0.0;
+            if (beside != nullptr) {
+                top = std::max(top, double(sinks[size_t(g)]));
+                total = std::exp(sinks[size_t(g)] - top);
+            }
             for (double &score : scores)
                 total += score = std::exp(score - top);
             for (int64_t d = 0; d < dim; ++d) {
@@ -502,6 +551,197 @@ void test_attention(const Tier &tier) {
     }
 }
 
+// Softplus and what decays by it, at the edges of the exponential too.
+void test_softplus(const Tier &tier) {
+    Floats x = normal(draw(1, 40), 8.0f);
+    for (const float edge : {-1e30f, -104.0f, -87.4f, -17.0f, 0.0f, 17.0f, 88.8f, 1e30f})
+        x.push_back(edge);
+    const auto n = int64_t(x.size());
+    const Floats bias = normal(n), a = normal(n);
+    Floats out(x.size());
+    apply(tier, "softplus", x.data(), nullptr, out.data(), n, bias.data());
+    std::vector<double> wanted;
+    for (size_t i = 0; i < x.size(); ++i) {
+        const double shifted = x[i] + bias[i];
+        wanted.push_back(std::max(shifted, 0.0) + std::log1p(std::exp(-std::abs(shifted))));
+        expect(tier, "softplus", out[i], wanted[i], 5e-7);
+    }
+    for (const RowFunction &each : std::span(tier.row.functions, tier.row.num_functions)) {
+        if (each.name != std::string("decay"))
+            continue;
+        each.run({{x.data()}, {bias.data(), a.data()}, nullptr, out.data(), n});
+        for (size_t i = 0; i < x.size(); ++i) {
+            const double exponent = double(a[i]) * wanted[i];
+            if (exponent < 80.0)
+                expect(tier, "decay", out[i], std::exp(exponent), 1e-6 * (1 + std::abs(exponent)));
+        }
+        return;
+    }
+    expect(tier, "decay", 1, 0, 0);
+}
+
+// `n` rows as the kernels take them: each padded to whole vectors, with zeros.
+struct PaddedRows {
+    int64_t n, width, stride;
+    Floats values;
+
+    PaddedRows(int64_t rows, int64_t columns)
+        : n(rows), width(columns), stride((columns + 15) / 16 * 16 + 16 * draw(0, 1)),
+          values(size_t(n * stride)) {
+        for (int64_t t = 0; t < n; ++t) {
+            const Floats row = normal(width, 0.5f);
+            std::copy(row.begin(), row.end(), values.begin() + t * stride);
+        }
+    }
+    const float *row(int64_t t) const { return values.data() + t * stride; }
+};
+
+void test_convolution(const Tier &tier) {
+    const int64_t taps = draw(2, 9), tokens = draw(1, 20), n = draw(1, 70);
+    const int64_t padded = (n + 15) / 16 * 16, ldo = padded + 16 * draw(0, 1);
+    const Floats weight = normal(taps * n), bias = normal(n);
+    std::vector<Floats> inputs;
+    std::vector<const float *> rows;
+    for (int64_t t = 0; t < taps - 1 + tokens; ++t)
+        inputs.push_back(normal(n));
+    for (const Floats &row : inputs)
+        rows.push_back(row.data());
+    const bool silu = draw(0, 1) == 1, biased = draw(0, 1) == 1;
+    Floats out(size_t((tokens - 1) * ldo + padded), NAN);
+    tier.recurrence.conv({rows.data(), tokens, taps, weight.data(), n,
+                          biased ? bias.data() : nullptr, silu, n, out.data(), ldo});
+    for (int64_t t = 0; t < tokens; ++t) {
+        for (int64_t i = 0; i < padded; ++i) {
+            double wanted = i < n && biased ? bias[size_t(i)] : 0.0;
+            for (int64_t j = 0; i < n && j < taps; ++j)
+                wanted += double(weight[size_t(j * n + i)]) * inputs[size_t(t + j)][size_t(i)];
+            if (silu)
+                wanted /= 1.0 + std::exp(-wanted);
+            expect(tier, "convolution", out[size_t(t * ldo + i)], wanted, 3e-6);
+        }
+        Floats alone(static_cast<size_t>(padded));
+        tier.recurrence.conv({rows.data() + t, 1, taps, weight.data(), n,
+                              biased ? bias.data() : nullptr, silu, n, alone.data(), padded});
+        expect(tier, "convolution of one token",
+               std::memcmp(alone.data(), out.data() + t * ldo, size_t(padded) * 4), 0, 0);
+    }
+}
+
+void test_unit(const Tier &tier) {
+    const int64_t n = draw(1, 200);
+    Floats x = normal(n);
+    const Floats before = x, y = normal(n);
+    tier.recurrence.unit(x.data(), n, 0.5f);
+    double squares = 0.0, product = 0.0, magnitude = 0.0;
+    for (size_t i = 0; i < x.size(); ++i) {
+        squares += double(before[i]) * before[i];
+        product += double(before[i]) * y[i];
+        magnitude += std::abs(double(before[i]) * y[i]);
+    }
+    for (size_t i = 0; i < x.size(); ++i)
+        expect(tier, "unit", x[i], 0.5 * before[i] / std::sqrt(squares + 1e-6), 1e-6);
+    expect(tier, "dot", tier.recurrence.dot(before.data(), y.data(), n), product, 1e-6 * magnitude);
+}
+
+// Takes a tile through tokens at once and in pieces: the same bits.
+template <class Run>
+Floats in_pieces(const Tier &tier, const char *what, Floats &tile, int64_t tokens, int64_t lanes,
+                 Run &&run) {
+    const auto through = [&](Floats &state, auto &&next) {
+        Floats out(size_t(tokens * lanes), NAN);
+        for (int64_t at = 0; at < tokens;) {
+            const int64_t count = next(tokens - at);
+            run(state.data(), at, count, out.data() + at * lanes);
+            at += count;
+        }
+        return out;
+    };
+    Floats other = tile;
+    const Floats out = through(tile, [](int64_t left) { return left; });
+    const Floats pieces = through(other, [](int64_t left) { return draw(1, left); });
+    if (std::memcmp(out.data(), pieces.data(), out.size() * 4) != 0 ||
+        std::memcmp(tile.data(), other.data(), tile.size() * 4) != 0)
+        expect(tier, what, 1, 0, 0);
+    return out;
+}
+
+void test_delta(const Tier &tier) {
+    const int64_t depth = draw(1, 140), tokens = draw(1, 12), lanes = draw(1, kStateLanes);
+    const PaddedRows q(tokens, depth), v(tokens, kStateLanes);
+    PaddedRows k = q;
+    k.values = normal(int64_t(k.values.size()), 0.1f);
+    const Floats kq = normal(tokens);
+    Floats decay = normal(tokens), beta = normal(tokens);
+    for (size_t t = 0; t < decay.size(); ++t) {
+        decay[t] = 1.0f / (1.0f + std::exp(decay[t]));
+        beta[t] = 1.0f / (1.0f + std::exp(beta[t]));
+    }
+    Floats tile = normal(depth * kStateLanes);
+    std::vector<double> state(tile.begin(), tile.end());
+    const auto run = [&](float *at, int64_t first, int64_t count, float *out) {
+        const DeltaRows rows{q.row(first),        k.row(first),     q.stride,
+                             v.row(first),        v.stride,         decay.data() + first,
+                             beta.data() + first, kq.data() + first};
+        tier.recurrence.delta(at, depth, count, rows, lanes, out, lanes);
+    };
+    const Floats out = in_pieces(tier, "delta in pieces", tile, tokens, lanes, run);
+    for (int64_t t = 0; t < tokens; ++t) {
+        const double g = decay[size_t(t)];
+        for (int64_t lane = 0; lane < kStateLanes; ++lane) {
+            double of_key = 0.0, of_query = 0.0;
+            for (int64_t i = 0; i < depth; ++i) {
+                of_key += state[size_t(i * kStateLanes + lane)] * k.row(t)[i];
+                of_query += state[size_t(i * kStateLanes + lane)] * q.row(t)[i];
+            }
+            const double change = (v.row(t)[lane] - g * of_key) * beta[size_t(t)];
+            if (lane < lanes)
+                expect(tier, "delta", out[size_t(t * lanes + lane)],
+                       g * of_query + change * kq[size_t(t)], 2e-5);
+            for (int64_t i = 0; i < depth; ++i) {
+                double &entry = state[size_t(i * kStateLanes + lane)];
+                entry = g * entry + k.row(t)[i] * change;
+            }
+        }
+    }
+    for (size_t i = 0; i < tile.size(); ++i)
+        expect(tier, "delta's state", tile[i], state[i], 1e-5);
+}
+
+void test_mamba(const Tier &tier) {
+    const int64_t depth = draw(1, 140), tokens = draw(1, 12), lanes = draw(1, kStateLanes);
+    const PaddedRows x(tokens, kStateLanes), b(tokens, depth);
+    PaddedRows c = b;
+    c.values = normal(int64_t(c.values.size()), 0.5f);
+    Floats dt = normal(tokens);
+    for (float &value : dt)
+        value = std::exp(value);
+    const float a = -0.5f, d = 0.7f;
+    Floats tile = normal(depth * kStateLanes);
+    std::vector<double> state(tile.begin(), tile.end());
+    const auto run = [&](float *at, int64_t first, int64_t count, float *out) {
+        const MambaRows rows{
+            x.row(first), x.stride, b.row(first), c.row(first), b.stride, dt.data() + first, a, d};
+        tier.recurrence.mamba(at, depth, count, rows, lanes, out, lanes);
+    };
+    const Floats out = in_pieces(tier, "mamba in pieces", tile, tokens, lanes, run);
+    for (int64_t t = 0; t < tokens; ++t) {
+        const double decay = std::exp(double(dt[size_t(t)]) * a);
+        for (int64_t lane = 0; lane < kStateLanes; ++lane) {
+            const double input = x.row(t)[lane];
+            double found = d * input;
+            for (int64_t i = 0; i < depth; ++i) {
+                double &entry = state[size_t(i * kStateLanes + lane)];
+                entry = decay * entry + b.row(t)[i] * dt[size_t(t)] * input;
+                found += entry * c.row(t)[i];
+            }
+            if (lane < lanes)
+                expect(tier, "mamba", out[size_t(t * lanes + lane)], found, 2e-5);
+        }
+    }
+    for (size_t i = 0; i < tile.size(); ++i)
+        expect(tier, "mamba's state", tile[i], state[i], 1e-5);
+}
+
 } // namespace
 } // namespace octavo
 
@@ -515,6 +755,11 @@ int main(int argc, char **argv) {
                 test_rows(tier);
                 test_store(tier);
                 test_attention(tier);
+                test_softplus(tier);
+                test_convolution(tier);
+                test_unit(tier);
+                test_delta(tier);
+                test_mamba(tier);
             }
         } catch (const std::invalid_argument &error) {
             std::printf("kernels_test: %s\n", error.what());

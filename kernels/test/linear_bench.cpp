@@ -28,11 +28,13 @@
 namespace octavo {
 namespace {
 
-constexpr Format kFormats[] = {Format::Q4_0,  Format::Q4_1, Format::Q4_K,   Format::Q8_0,
-                               Format::Q5_0,  Format::Q5_1, Format::Q5_K,   Format::Q6_K,
-                               Format::Q2_K,  Format::Q3_K, Format::IQ4_NL, Format::IQ4_XS,
-                               Format::MXFP4, Format::I4,   Format::I3,     Format::I8,
-                               Format::BF16,  Format::F16,  Format::F32};
+constexpr Format kFormats[] = {Format::Q4_0,     Format::Q4_1,   Format::Q4_K,   Format::Q8_0,
+                               Format::Q5_0,     Format::Q5_1,   Format::Q5_K,   Format::Q6_K,
+                               Format::Q2_K,     Format::Q3_K,   Format::IQ4_NL, Format::IQ4_XS,
+                               Format::MXFP4,    Format::I4,     Format::I3,     Format::I8,
+                               Format::I2,       Format::T3_IQ1, Format::T3_IQ2, Format::T4_IQ3_XXS,
+                               Format::T4_IQ3_S, Format::NVFP4,  Format::E4M3,   Format::BF16,
+                               Format::F16,      Format::F32};
 constexpr int64_t kGroupInputs = 128; // of the grouped formats, whose zeros are not the centre
 constexpr int64_t kRows[] = {1, 4, 8, 32, 64, 512};
 struct Shape {
@@ -132,7 +134,7 @@ class Bench {
 
     // Seconds a layer, `count` layers one after the other.
     double layers(Format format, Shape shape, int64_t rows, int64_t count) {
-        const int64_t group = format_info(format).grouped ? kGroupInputs : 0;
+        const int64_t group = group_step(format) > 0 ? kGroupInputs : 0;
         const auto size = int64_t(tier_.linear.packed_bytes(format, shape.n, shape.k, group));
         const int64_t blocks = (shape.n + kColumns - 1) / kColumns;
         const bool chunked = rows > kChunkRows * pool_.size();
@@ -161,7 +163,7 @@ class Bench {
     }
 
     double packed_bytes(Format format, Shape shape) const {
-        const int64_t group = format_info(format).grouped ? kGroupInputs : 0;
+        const int64_t group = group_step(format) > 0 ? kGroupInputs : 0;
         return double(tier_.linear.packed_bytes(format, shape.n, shape.k, group));
     }
 

@@ -20,11 +20,13 @@
 namespace octavo {
 namespace {
 
-constexpr Format kFormats[] = {Format::F32,  Format::F16,    Format::BF16,   Format::Q8_0,
-                               Format::Q4_0, Format::Q4_1,   Format::Q5_0,   Format::Q5_1,
-                               Format::Q4_K, Format::Q5_K,   Format::Q6_K,   Format::Q2_K,
-                               Format::Q3_K, Format::IQ4_NL, Format::IQ4_XS, Format::MXFP4,
-                               Format::I3,   Format::I4,     Format::I8};
+constexpr Format kFormats[] = {Format::F32,    Format::F16,    Format::BF16,       Format::Q8_0,
+                               Format::Q4_0,   Format::Q4_1,   Format::Q5_0,       Format::Q5_1,
+                               Format::Q4_K,   Format::Q5_K,   Format::Q6_K,       Format::Q2_K,
+                               Format::Q3_K,   Format::IQ4_NL, Format::IQ4_XS,     Format::MXFP4,
+                               Format::I2,     Format::I3,     Format::I4,         Format::I8,
+                               Format::T3_IQ1, Format::T3_IQ2, Format::T4_IQ3_XXS, Format::T4_IQ3_S,
+                               Format::NVFP4,  Format::E4M3};
 
 int failures = 0;
 
@@ -70,7 +72,11 @@ uint16_t random_half(Rng &rng) {
 
 // The zero of symmetric grouped formats.
 int centre_of(Format format) {
-    return format == Format::I3 ? 4 : format == Format::I4 ? 8 : 128;
+    return format == Format::I2 ? 1 : format == Format::I3 ? 4 : format == Format::I4 ? 8 : 128;
+}
+
+int largest_zero(Format format) {
+    return format == Format::I2 ? 4 : format == Format::I3 ? 8 : format == Format::I4 ? 16 : 255;
 }
 
 // Rows of a grouped format, with zeros at and between both ends or all in the centre, and scales of
@@ -80,7 +86,7 @@ std::vector<std::byte> random_grouped(Format format, int64_t n, int64_t k, int64
     const size_t row = reference::row_bytes(format, k, group);
     const int64_t groups = (k + group - 1) / group;
     const bool symmetric = draw(rng, 0, 2) == 0, wide = draw(rng, 0, 1) == 0;
-    const int top = format == Format::I8 ? 255 : 2 * centre_of(format);
+    const int top = largest_zero(format);
     std::vector<std::byte> out(static_cast<size_t>(n) * row);
     for (std::byte &each : out)
         each = static_cast<std::byte>(rng());
@@ -97,13 +103,36 @@ std::vector<std::byte> random_grouped(Format format, int64_t n, int64_t k, int64
     return out;
 }
 
+// Rows of E4M3 numbers: every one but NaN, scales of both signs.
+std::vector<std::byte> random_scaled(int64_t n, int64_t k, int64_t group, Rng &rng) {
+    const size_t row = reference::row_bytes(Format::E4M3, k, group);
+    const auto groups = static_cast<size_t>((k + group - 1) / group);
+    std::vector<std::byte> out(static_cast<size_t>(n) * row);
+    for (size_t at = 0; at < out.size(); ++at) {
+        const auto code = static_cast<std::byte>(rng());
+        out[at] = (code & std::byte{0x7f}) == std::byte{0x7f} ? std::byte{0} : code;
+    }
+    for (size_t c = 0; c < static_cast<size_t>(n); ++c)
+        for (size_t g = 0; g < groups; ++g)
+            store_as(out.data() + c * row + g * 4, normal(rng) / 64);
+    return out;
+}
+
 // Random file blocks: every bit pattern of the quants and packed scales, tame fp16 factors.
 std::vector<std::byte> random_matrix(Format format, int64_t n, int64_t k, int64_t group, Rng &rng) {
     const FormatInfo info = format_info(format);
     if (info.grouped)
         return random_grouped(format, n, k, group, rng);
-    std::vector<std::byte> out(static_cast<size_t>(n) * reference::row_bytes(format, k));
+    if (info.scaled)
+        return random_scaled(n, k, group, rng);
+    const size_t row = reference::row_bytes(format, k);
+    const auto header = static_cast<size_t>(info.header);
+    std::vector<std::byte> out(static_cast<size_t>(n) * row);
     for (size_t at = 0; at < out.size(); at += static_cast<size_t>(info.block_bytes)) {
+        if (at % row == 0 && header > 0) {
+            store_as(out.data() + at, normal(rng) / 64);
+            at += header;
+        }
         std::byte *block = out.data() + at;
         if (format == Format::F32) {
             store_as(block, normal(rng));
@@ -123,6 +152,12 @@ std::vector<std::byte> random_matrix(Format format, int64_t n, int64_t k, int64_
         if (format == Format::MXFP4) { // an exponent; now and then one that makes a subnormal
             block[0] = static_cast<std::byte>(draw(rng, 0, 19) == 0 ? draw(rng, 0, 2)
                                                                     : draw(rng, 116, 124));
+            continue;
+        }
+        if (format == Format::NVFP4) { // scales of both signs and every size but NaN
+            for (int64_t i = 0; i < 2; ++i)
+                if ((block[i] & std::byte{0x7f}) == std::byte{0x7f})
+                    block[i] = std::byte{0x80};
             continue;
         }
         store_as(block + (format == Format::Q6_K   ? 208
@@ -218,8 +253,9 @@ Shape random_shape(Format format, Rng &rng) {
     const int64_t block = std::max<int64_t>(format_info(format).block_values, 1);
     s.k = block * draw(rng, 1, block == 1 ? 300 : block == 32 ? 24 : 4);
     const int64_t groups[] = {32, 64, 96, 128, 256, s.k, s.k + 32};
-    if (format_info(format).grouped)
-        s.group = groups[draw(rng, 0, 6)];
+    const int64_t step = group_step(format);
+    if (step > 0)
+        s.group = (groups[draw(rng, 0, 6)] + step - 1) / step * step;
     return s;
 }
 
@@ -235,14 +271,15 @@ void test_dequantize(const LinearKernels &kernels, const Matrix &m) {
 
 bool is_fixed(Format format) {
     return format == Format::Q4_0 || format == Format::Q4_1 || format == Format::Q4_K ||
-           format == Format::I3 || format == Format::I4;
+           format == Format::I2 || format == Format::I3 || format == Format::I4;
 }
 
 // A 4-bit group's dequantized weights if all its quants were q.
 float with_quants(Format format, const std::byte *block, int64_t part, int q) {
     std::vector<std::byte> copy(block, block + format_info(format).block_bytes);
     const size_t header = format == Format::Q4_0 ? 2 : format == Format::Q4_1 ? 4 : 16;
-    std::memset(copy.data() + header, q * 17, copy.size() - header);
+    for (size_t i = header; i < copy.size(); ++i)
+        copy[i] = static_cast<std::byte>(q * 17);
     std::vector<float> out(static_cast<size_t>(format_info(format).block_values));
     reference::dequantize(format, copy.data(), format_info(format).block_values, out.data());
     return out[static_cast<size_t>(part * 32)];
@@ -550,7 +587,7 @@ int main(int argc, char **argv) {
     }
     uint64_t seed = 1;
     for (const Format format : kFormats) {
-        const bool grouped = format_info(format).grouped;
+        const bool grouped = format_info(format).grouped, has_groups = group_step(format) > 0;
         for (const Tier *tier : tiers) {
             for (int i = 0; i < cases; ++i) {
                 Rng rng(seed++);
@@ -558,13 +595,13 @@ int main(int argc, char **argv) {
                 test_case(*tier, format, s, rng);
             }
             Rng rng(seed++);
-            test_case(*tier, format, {2, 17, 16384, grouped ? 128 : 0}, rng);
+            test_case(*tier, format, {2, 17, 16384, has_groups ? 128 : 0}, rng);
             if (grouped)
                 test_wide_scales(tier->linear, format, rng);
             if (failures == 0)
                 std::printf("passed %s %s\n", tier->name, format_name(format));
         }
-        test_across_tiers(tiers, format, {5, 71, 512, grouped ? 64 : 0}, seed++);
+        test_across_tiers(tiers, format, {5, 71, 512, has_groups ? 64 : 0}, seed++);
         if (format_info(format).block_values == 32)
             test_across_tiers(tiers, format, {13, 33, 32 * 11, grouped ? 96 : 0}, seed++);
     }

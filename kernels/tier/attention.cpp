@@ -630,13 +630,27 @@ void fold(const AttentionShape &shape, int64_t rows, int64_t count, float *state
     }
 }
 
-void finish(const AttentionShape &shape, int64_t tokens, float *state, float *out, int64_t ldo) {
+// What weighted values are multiplied by where a sink has a part of the softmax. Maxima and scores
+// are of powers of two.
+float factor_beside(float sink, float maximum, float total) {
+    const float scores[2] = {maximum, sink * 1.44269504f};
+    const Vec powers = load_first(scores, 2);
+    const Vec top = Vec::set(scores[scores[1] > scores[0]]);
+    float parts[kLanes];
+    exp2_of_negative(powers - top).store(parts);
+    return parts[0] / (total * parts[0] + parts[1]);
+}
+
+void finish(const AttentionShape &shape, const float *sinks, int64_t tokens, float *state,
+            float *out, int64_t ldo) {
     const int64_t group = shape.heads_per_kv;
     const int64_t rows = tokens * group;
     for (int64_t r = 0; r < rows; ++r) {
         const State from = State(rows, state).from(shape, r);
         float *to = out + r / group * ldo + r % group * shape.head_dim;
-        const float factor = 1.0f / sum(Vec::load(from.sums));
+        const float total = sum(Vec::load(from.sums));
+        const float factor =
+            sinks == nullptr ? 1.0f / total : factor_beside(sinks[r % group], *from.maximum, total);
         float *values = from.sums + kLanes;
         if (shape.quantized())
             rotate(values, values, shape.head_dim);

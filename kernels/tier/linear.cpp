@@ -47,12 +47,26 @@ template <class Function> decltype(auto) with_format(Format format, Function f) 
         return f.template operator()<Format::IQ4_XS>();
     case Format::MXFP4:
         return f.template operator()<Format::MXFP4>();
+    case Format::I2:
+        return f.template operator()<Format::I2>();
     case Format::I3:
         return f.template operator()<Format::I3>();
     case Format::I4:
         return f.template operator()<Format::I4>();
     case Format::I8:
         return f.template operator()<Format::I8>();
+    case Format::T3_IQ1:
+        return f.template operator()<Format::T3_IQ1>();
+    case Format::T3_IQ2:
+        return f.template operator()<Format::T3_IQ2>();
+    case Format::T4_IQ3_XXS:
+        return f.template operator()<Format::T4_IQ3_XXS>();
+    case Format::T4_IQ3_S:
+        return f.template operator()<Format::T4_IQ3_S>();
+    case Format::NVFP4:
+        return f.template operator()<Format::NVFP4>();
+    case Format::E4M3:
+        return f.template operator()<Format::E4M3>();
     }
     __builtin_unreachable();
 }
@@ -76,6 +90,8 @@ void prepare_floats(const float *x, int64_t k, std::byte *to, int64_t step) {
 template <Format F> int64_t block_bytes_of(int64_t k, [[maybe_unused]] int64_t group) {
     if constexpr (format_info(F).grouped)
         return grouped_block_bytes<F>(k, group);
+    else if constexpr (format_info(F).scaled)
+        return scaled_block_bytes(k, group);
     else
         return column_block_bytes<F>(k);
 }
@@ -97,6 +113,8 @@ void pack(Format format, const std::byte *src, int64_t n, int64_t k, int64_t gro
             uint8_t *to = reinterpret_cast<uint8_t *>(dst) + b * block_bytes;
             if constexpr (format_info(F).grouped)
                 pack_grouped_block<F>(from, columns, k, group, to);
+            else if constexpr (format_info(F).scaled)
+                pack_scaled_block(from, columns, k, group, to);
             else
                 pack_column_block<F>(from, columns, k, to);
         }
@@ -207,6 +225,8 @@ void dequantize_row(const PackedMatrix &matrix, int64_t index, float *out) {
             bytes(matrix.data) + index / kColumns * block_bytes_of<F>(matrix.k, matrix.group);
         if constexpr (format_info(F).grouped)
             dequantize_grouped_lane<F>(block, index % kColumns, matrix.k, matrix.group, out);
+        else if constexpr (format_info(F).scaled)
+            dequantize_scaled_lane(block, index % kColumns, matrix.k, matrix.group, out);
         else
             dequantize_lane<F>(block, index % kColumns, matrix.k, out);
     });

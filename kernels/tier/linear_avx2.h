@@ -8,6 +8,9 @@
 #pragma once
 
 #include "linear_prepare_avx2.h"
+#include "linear_scaled.h"
+
+#include <bit>
 
 namespace octavo {
 namespace {
@@ -30,6 +33,13 @@ inline __m256i broadcast(const void *from) {
 
 inline __m256 load_halves(const uint8_t *from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+}
+
+// 2^−8 of 8 E4M3 numbers.
+inline __m256 load_e4m3(const uint8_t *from) {
+    const __m128i words =
+        _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from)));
+    return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(words, 7), _mm_set1_epi16(~0x4000)));
 }
 
 inline __m256 bytes_to_floats(const uint8_t *from, bool is_signed) {
@@ -76,7 +86,6 @@ inline void load_quads(const uint8_t *quants, const uint8_t *high, __m256i &firs
         };
         first = low(I < 2 ? a : b);
         second = I < 2 ? low(c) : apart(I == 2 ? a : c);
-        return;
     }
     if constexpr (F == Format::Q8_0) {
         const __m256i sign = _mm256_set1_epi8(-128);
@@ -84,9 +93,11 @@ inline void load_quads(const uint8_t *quants, const uint8_t *high, __m256i &firs
         second = _mm256_xor_si256(load_bytes(quants + (I + 4) * 64), sign);
         return;
     }
-    const __m256i low_mask = _mm256_set1_epi8(15);
-    first = _mm256_and_si256(v, low_mask);
-    second = _mm256_and_si256(_mm256_srli_epi16(v, 4), low_mask);
+    if constexpr (traits(F).low_bits == 4) {
+        const __m256i low_mask = _mm256_set1_epi8(15);
+        first = _mm256_and_si256(v, low_mask);
+        second = _mm256_and_si256(_mm256_srli_epi16(v, 4), low_mask);
+    }
     if constexpr (traits(F).coded) {
         static constexpr Codebook kCodes = codebook<F>();
         __m256i codes = _mm256_broadcastsi128_si256(
@@ -117,6 +128,7 @@ inline void load_quads(const uint8_t *quants, const uint8_t *high, __m256i &firs
 // The integer dot products of a group, one row by half the lanes.
 template <Format F> struct Dots {
     static constexpr bool kSigned = traits(F).zero == 128; // numbers of 8 bits
+    static constexpr bool kWide = traits(F).zero == 64;    // of 7: a sum of pairs fills 16 bits
     __m256i sum, sum_b;       // 32 bits; sum_b: of the last 16 inputs, where they scale apart
     __m256i narrow, narrow_b; // 16 bits, not yet added to the sums
 
@@ -128,11 +140,17 @@ template <Format F> struct Dots {
     static __m256i widen(__m256i v) { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
 
     void start(const ActivationGroup &x) {
-        constexpr int zero = traits(F).zero;
-        sum = zero == 16   ? _mm256_slli_epi32(broadcast(&x.minus_8), 1)
-              : zero == 32 ? broadcast(&x.minus_32[0])
-                           : _mm256_setzero_si256(); // 8 bits: signed, as are products
-        sum_b = broadcast(&x.minus_32[1]);
+        constexpr unsigned zero = kSigned ? 0 : traits(F).zero; // 8 bits: signed, as are products
+        if constexpr (traits(F).halves) {
+            sum = times<zero / 32>(broadcast(&x.minus_32[0]));
+            sum_b = times<zero / 32>(broadcast(&x.minus_32[1]));
+        } else {
+            sum = times<zero / 8>(broadcast(&x.minus_8));
+        }
+    }
+    // By a power of two, or 0.
+    template <unsigned By> static __m256i times(__m256i v) {
+        return By == 0 ? _mm256_setzero_si256() : _mm256_slli_epi32(v, std::countr_zero(By));
     }
 
     template <int I> void add(__m256i first, __m256i second, const ActivationGroup &group) {
@@ -140,7 +158,12 @@ template <Format F> struct Dots {
         const __m256i q = pairs(second, broadcast(group.quants + 16 + I * 4));
         if constexpr (kSigned) {
             sum = _mm256_add_epi32(sum, _mm256_add_epi32(widen(p), widen(q)));
-        } else if constexpr (F == Format::Q6_K) {
+        } else if constexpr (kWide) {
+            sum = _mm256_add_epi32(sum, widen(p));
+            sum_b = _mm256_add_epi32(sum_b, widen(q));
+        } else if constexpr (traits(F).zero == 32 && !traits(F).halves) { // 6 bits
+            sum = _mm256_add_epi32(sum, widen(_mm256_add_epi16(p, q)));
+        } else if constexpr (traits(F).halves) {
             narrow = I % 2 == 0 ? p : _mm256_add_epi16(narrow, p);
             narrow_b = I % 2 == 0 ? q : _mm256_add_epi16(narrow_b, q);
             if constexpr (I % 2 == 1) {
@@ -215,6 +238,56 @@ template <Format F, int R, int C> inline void float_tile(const Tile &tile) {
         }
         if (i % kInputs == kInputs - 1)
             x += tile.activation_step;
+    }
+    for (int r = 0; r < R; ++r)
+        for (int h = 0; h < H; ++h)
+            write_half(tile, r, h * kHalf, sums[r][h]);
+}
+
+template <int R, int C> inline void scaled_tile(const Tile &tile) {
+    constexpr int64_t kInputs = kLine / 4; // a cell
+    constexpr int H = 2 * C;
+    __m256 sums[R][H];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int h = 0; h < H; ++h)
+            sums[r][h] = _mm256_setzero_ps();
+    const uint8_t *codes = tile.weights + scaled_codes(tile.k, tile.group);
+    const std::byte *x = tile.activations;
+    for (int64_t begin = 0; begin < tile.k; begin += tile.group) {
+        const int64_t end = begin + tile.group < tile.k ? begin + tile.group : tile.k;
+        __m256 products[R][H];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int h = 0; h < H; ++h)
+                products[r][h] = _mm256_setzero_ps();
+        for (int64_t i = begin; i < end; ++i) {
+            __m256 a[R];
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                a[r] = _mm256_set1_ps(load_as<float>(x + r * kLine + i % kInputs * 4));
+#pragma GCC unroll 8
+            for (int h = 0; h < H; ++h) {
+                const uint8_t *from = codes + h / 2 * tile.block_bytes + i * kLanes + h % 2 * kHalf;
+                const __m256 w = load_e4m3(from);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r)
+                    products[r][h] = _mm256_fmadd_ps(w, a[r], products[r][h]);
+            }
+            if (i % kInputs == kInputs - 1)
+                x += tile.activation_step;
+        }
+#pragma GCC unroll 8
+        for (int h = 0; h < H; ++h) {
+            const __m256 scale = _mm256_loadu_ps(
+                reinterpret_cast<const float *>(tile.weights + h / 2 * tile.block_bytes +
+                                                begin / tile.group * kLine + h % 2 * kHalf * 4));
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                sums[r][h] = _mm256_fmadd_ps(products[r][h], scale, sums[r][h]);
+        }
     }
     for (int r = 0; r < R; ++r)
         for (int h = 0; h < H; ++h)
@@ -506,13 +579,31 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
         for (int h = 0; h < H; ++h) {
             const int64_t at = lane + h * kHalf;
             __m256 scale, scale_b, min;
-            if constexpr (F == Format::Q6_K) {
+            if constexpr (F == Format::NVFP4) {
+                scale = load_e4m3(part.scales + at);
+                scale_b = load_e4m3(part.scales + kLanes + at);
+            } else if constexpr (F == Format::Q6_K) {
                 const __m256 d = load_halves(part.shared + at * 2);
                 scale = _mm256_mul_ps(d, bytes_to_floats(part.scales + at, true));
                 scale_b = _mm256_mul_ps(d, bytes_to_floats(part.scales + 16 + at, true));
-            } else if constexpr (F == Format::IQ4_XS) {
-                scale = _mm256_mul_ps(load_halves(part.shared + at * 2),
-                                      bytes_to_floats(part.scales + at, true));
+            } else if constexpr (t.coded && t.k_quant) {
+                constexpr float kUnit = codebook<F>().unit;
+                __m256 d = load_halves(part.shared + at * 2);
+                if constexpr (kUnit != 1)
+                    d = _mm256_mul_ps(d, _mm256_set1_ps(kUnit));
+                if constexpr (t.halves) {
+                    const __m256i pairs = _mm256_cvtepu8_epi32(
+                        _mm_loadl_epi64(reinterpret_cast<const __m128i *>(part.scales + at)));
+                    const auto odd = [](__m256i doubled) {
+                        const __m256i mask = _mm256_set1_epi32(30), one = _mm256_set1_epi32(1);
+                        return _mm256_cvtepi32_ps(
+                            _mm256_or_si256(_mm256_and_si256(doubled, mask), one));
+                    };
+                    scale = _mm256_mul_ps(d, odd(_mm256_slli_epi32(pairs, 1)));
+                    scale_b = _mm256_mul_ps(d, odd(_mm256_srli_epi32(pairs, 3)));
+                } else {
+                    scale = _mm256_mul_ps(d, bytes_to_floats(part.scales + at, true));
+                }
             } else if constexpr (F == Format::MXFP4) {
                 scale = half_powers_of_two(part.scales + at);
             } else if constexpr (t.k_quant) {
@@ -529,7 +620,7 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
             for (int r = 0; r < R; ++r) {
                 const ActivationGroup &row = x[r];
                 __m256 product = _mm256_mul_ps(_mm256_cvtepi32_ps(dots[r][h].sum), scale);
-                if constexpr (F == Format::Q6_K)
+                if constexpr (t.halves)
                     product =
                         _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[r][h].sum_b), scale_b, product);
                 sums[r][h] = _mm256_fmadd_ps(product, _mm256_set1_ps(row.scale), sums[r][h]);
@@ -545,8 +636,14 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
     }
     prefetch_padding<F, R>(tile.weights, groups);
     for (int r = 0; r < R; ++r)
-        for (int h = 0; h < H; ++h)
-            write_half(tile, r, lane + h * kHalf, sums[r][h]);
+        for (int h = 0; h < H; ++h) {
+            const int64_t at = lane + h * kHalf;
+            if constexpr (t.scaled_last)
+                sums[r][h] = _mm256_mul_ps(
+                    sums[r][h],
+                    _mm256_loadu_ps(reinterpret_cast<const float *>(tile.weights) + at));
+            write_half(tile, r, at, sums[r][h]);
+        }
 }
 
 template <Format F, int R, int H> inline void halves(const Tile &tile, int64_t lane) {
@@ -559,7 +656,9 @@ template <Format F, int R, int H> inline void halves(const Tile &tile, int64_t l
 }
 
 template <Format F, int R, int C> void compute_tile(const Tile &tile) {
-    if constexpr (!format_info(F).quantized) {
+    if constexpr (F == Format::E4M3) {
+        scaled_tile<R, C>(tile);
+    } else if constexpr (!format_info(F).quantized) {
         float_tile<F, R, C>(tile);
     } else if constexpr (R == 1) { // reads memory but once
         halves<F, 1, 2>(tile, 0);

@@ -7,12 +7,15 @@
 #pragma once
 
 #include "linear_prepare_avx2.h"
+#include "linear_scaled.h"
 
 // GCC 12 warns of its own _mm512_undefined_… (GCC bug 105593).
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+
+#include <bit>
 
 namespace octavo {
 namespace {
@@ -25,10 +28,11 @@ constexpr bool kBf16 = false;
 #endif
 
 // Column blocks a tile takes at once. In a quantized format one has independent chains enough; so
-// has one row of floats, which waits for memory rather than for its multiply-adds. More rows of
-// floats come from the cache, and then their latency must be hidden.
+// has one row of floats, which waits for memory rather than for its multiply-adds, but for those of
+// 8 bits. More rows of floats come from the cache, and then their latency must be hidden.
 template <Format F> constexpr int tile_columns(int rows) {
-    return format_info(F).quantized || rows == 1 ? 1 : rows <= 3 ? 4 : 2;
+    constexpr bool kOne = format_info(F).quantized;
+    return kOne || (rows == 1 && F != Format::E4M3) ? 1 : rows <= 3 ? 4 : 2;
 }
 
 inline __m512i broadcast(const void *from) {
@@ -58,6 +62,14 @@ inline void add_pairs(__m512i &sum, __m512i w, const int32_t *x) {
 
 inline __m512 load_halves(const uint8_t *from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
+}
+
+// 2^−8 of 16 E4M3 numbers.
+inline __m512 load_e4m3(const uint8_t *from) {
+    const __m256i words =
+        _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+    return _mm512_cvtph_ps(
+        _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(~0x4000)));
 }
 
 inline __m512 bytes_to_floats(const uint8_t *from, bool is_signed) {
@@ -107,17 +119,23 @@ template <Format F> struct Quads {
     }
 
     template <int I> void get(__m512i &first, __m512i &second) const {
-        if constexpr (traits(F).low_bits == 3)
-            return get_three_bits<I>(first, second);
-        const __m512i v = _mm512_loadu_si512(quants + I * 64);
         if constexpr (F == Format::Q8_0) {
-            first = v;
+            first = _mm512_loadu_si512(quants + I * 64);
             second = _mm512_loadu_si512(quants + (I + 4) * 64);
             return;
         }
-        const __m512i low_mask = _mm512_set1_epi8(15);
-        first = _mm512_and_si512(v, low_mask);
-        second = _mm512_and_si512(_mm512_srli_epi16(v, 4), low_mask);
+        if constexpr (traits(F).low_bits == 2) {
+            const __m512i mask = _mm512_set1_epi8(3);
+            first = _mm512_and_si512(shift_left<-2 * I>(_mm512_loadu_si512(quants)), mask);
+            second = _mm512_and_si512(shift_left<-2 * I>(_mm512_loadu_si512(quants + 64)), mask);
+        } else if constexpr (traits(F).low_bits == 3) {
+            get_three_bits<I>(first, second);
+        } else {
+            const __m512i v = _mm512_loadu_si512(quants + I * 64);
+            const __m512i low_mask = _mm512_set1_epi8(15);
+            first = _mm512_and_si512(v, low_mask);
+            second = _mm512_and_si512(_mm512_srli_epi16(v, 4), low_mask);
+        }
         if constexpr (traits(F).coded) {
             first = _mm512_shuffle_epi8(codes, first);
             second = _mm512_shuffle_epi8(codes, second);
@@ -142,8 +160,27 @@ template <Format F> struct Scales {
             const __m512 d = load_halves(supers);
             scale = _mm512_mul_ps(d, bytes_to_floats(scales, true));
             scale_b = _mm512_mul_ps(d, bytes_to_floats(scales + 16, true));
-        } else if constexpr (F == Format::IQ4_XS) {
-            scale = _mm512_mul_ps(load_halves(supers), bytes_to_floats(scales, true));
+        } else if constexpr (F == Format::NVFP4) {
+            scale = load_e4m3(scales);
+            scale_b = load_e4m3(scales + kLanes);
+        } else if constexpr (traits(F).coded && traits(F).k_quant) {
+            constexpr float kUnit = codebook<F>().unit;
+            __m512 d = load_halves(supers);
+            if constexpr (kUnit != 1)
+                d = _mm512_mul_ps(d, _mm512_set1_ps(kUnit));
+            if constexpr (traits(F).halves) {
+                const __m512i pairs = _mm512_cvtepu8_epi32(
+                    _mm_loadu_si128(reinterpret_cast<const __m128i *>(scales)));
+                const auto odd = [](__m512i doubled) {
+                    const __m512i mask = _mm512_set1_epi32(30), one = _mm512_set1_epi32(1);
+                    return _mm512_cvtepi32_ps(
+                        _mm512_or_si512(_mm512_and_si512(doubled, mask), one));
+                };
+                scale = _mm512_mul_ps(d, odd(_mm512_slli_epi32(pairs, 1)));
+                scale_b = _mm512_mul_ps(d, odd(_mm512_srli_epi32(pairs, 3)));
+            } else {
+                scale = _mm512_mul_ps(d, bytes_to_floats(scales, true));
+            }
         } else if constexpr (F == Format::MXFP4) {
             const __m512i e =
                 _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(scales)));
@@ -239,6 +276,64 @@ template <Format F, int R, int C> inline void float_tile(const Tile &tile) {
     }
     for (int64_t i = 0; i < left; ++i)
         multiply_input(i);
+    write_tile<R, C>(tile, sums);
+}
+
+template <int R, int C> inline void scaled_tile(const Tile &tile) {
+    constexpr int64_t kInputs = kLine / 4; // a cell
+    __m512 sums[R][C];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c)
+            sums[r][c] = _mm512_setzero_ps();
+    const uint8_t *codes = tile.weights + scaled_codes(tile.k, tile.group);
+    const std::byte *x = tile.activations;
+    for (int64_t begin = 0; begin < tile.k; begin += tile.group) {
+        const int64_t end = begin + tile.group < tile.k ? begin + tile.group : tile.k;
+        __m512 products[R][C];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int c = 0; c < C; ++c)
+                products[r][c] = _mm512_setzero_ps();
+        const auto multiply_input = [&](int64_t i) __attribute__((always_inline)) {
+            __m512 w[C];
+#pragma GCC unroll 8
+            for (int c = 0; c < C; ++c)
+                w[c] = load_e4m3(codes + c * tile.block_bytes + i * kLanes);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const __m512 a = _mm512_set1_ps(load_as<float>(x + r * kLine + i * 4));
+#pragma GCC unroll 8
+                for (int c = 0; c < C; ++c)
+                    products[r][c] = _mm512_fmadd_ps(w[c], a, products[r][c]);
+            }
+        };
+        int64_t left = end - begin;
+        for (; left >= kInputs; left -= kInputs) {
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < kInputs; ++i) {
+                multiply_input(i);
+                if (i * kLanes % kLine == 0)
+#pragma GCC unroll 8
+                    for (int c = 0; c < C; ++c)
+                        prefetch(codes + c * tile.block_bytes + i * kLanes + kFloatPrefetch);
+            }
+            codes += kInputs * kLanes;
+            x += tile.activation_step;
+        }
+        for (int64_t i = 0; i < left; ++i)
+            multiply_input(i);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) {
+            const __m512 scale =
+                _mm512_loadu_ps(tile.weights + c * tile.block_bytes + begin / tile.group * kLine);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                sums[r][c] = _mm512_fmadd_ps(products[r][c], scale, sums[r][c]);
+        }
+    }
     write_tile<R, C>(tile, sums);
 }
 
@@ -564,9 +659,13 @@ template <Format F, int R> inline void split_tile(const Tile &tile) {
     write_tile<R, 1>(tile, sums);
 }
 
+// Times a power of two.
+template <int By> inline __m512i start(const int32_t *minus_sum) {
+    return _mm512_slli_epi32(broadcast(minus_sum), std::countr_zero(static_cast<unsigned>(By)));
+}
+
 template <Format F, int R> inline void quantized_tile(const Tile &tile) {
     constexpr Traits t = traits(F);
-    constexpr bool kHalves = F == Format::Q6_K; // two scales a group
     // A single row takes a small chunk's groups at once, for less work between its loads; of 5
     // bits, that would be too many numbers for the registers.
     constexpr int kStep = R == 1 && t.chunk_groups() == 2 && t.high_bits == 0 ? 2 : 1;
@@ -582,20 +681,22 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile) {
             __m512i dots[R], dots_b[R];
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                dots[r] = t.zero == 0 ? _mm512_setzero_si512()
-                          : t.zero == 32
-                              ? broadcast(&x[r].minus_32[0])
-                              : _mm512_slli_epi32(broadcast(&x[r].minus_8), t.zero == 16 ? 1 : 4);
-                if constexpr (kHalves)
-                    dots_b[r] = broadcast(&x[r].minus_32[1]);
+                if constexpr (t.zero == 0) {
+                    dots[r] = _mm512_setzero_si512();
+                } else if constexpr (t.halves) {
+                    dots[r] = start<t.zero / 32>(&x[r].minus_32[0]);
+                    dots_b[r] = start<t.zero / 32>(&x[r].minus_32[1]);
+                } else {
+                    dots[r] = start<t.zero / 8>(&x[r].minus_8);
+                }
             }
-            multiply_group<F, R>(part, x, dots, kHalves ? dots_b : dots);
+            multiply_group<F, R>(part, x, dots, t.halves ? dots_b : dots);
 
             const Scales<F> s(part.scales, part.shared);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[r]), s.scale);
-                if constexpr (kHalves)
+                if constexpr (t.halves)
                     product = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots_b[r]), s.scale_b, product);
                 __m512 &sum = sums[r][0];
                 sum = _mm512_fmadd_ps(product, _mm512_set1_ps(x[r].scale), sum);
@@ -629,11 +730,17 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile) {
         }
     }
     prefetch_padding<F, R>(tile.weights, groups);
+    if constexpr (t.scaled_last)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            sums[r][0] = _mm512_mul_ps(sums[r][0], _mm512_loadu_ps(tile.weights));
     write_tile<R, 1>(tile, sums);
 }
 
 template <Format F, int R, int C> void compute_tile(const Tile &tile) {
-    if constexpr (traits(F).fixed)
+    if constexpr (F == Format::E4M3)
+        scaled_tile<R, C>(tile);
+    else if constexpr (traits(F).fixed)
         fixed_tile<F, R>(tile);
     else if constexpr (traits(F).split)
         split_tile<F, R>(tile);

@@ -2,7 +2,7 @@
 // vectorizer.
 #pragma once
 
-#include "linear_layout.h"
+#include "linear_scaled.h"
 
 #include <cmath>
 
@@ -39,6 +39,28 @@ template <Format F, int R> inline void float_tile(const Tile &tile, float (&sums
     }
 }
 
+template <int R> inline void scaled_tile(const Tile &tile, float (&sums)[R][kLanes]) {
+    constexpr int64_t kInputs = kLine / 4; // a cell
+    const uint8_t *codes = tile.weights + scaled_codes(tile.k, tile.group);
+    for (int64_t begin = 0; begin < tile.k; begin += tile.group) {
+        const int64_t end = begin + tile.group < tile.k ? begin + tile.group : tile.k;
+        float products[R][kLanes] = {};
+        for (int64_t i = begin; i < end; ++i) {
+            const std::byte *cell =
+                tile.activations + i / kInputs * tile.activation_step + i % kInputs * 4;
+            for (int64_t lane = 0; lane < kLanes; ++lane) {
+                const float w = half_to_float(e4m3_to_half(codes[i * kLanes + lane]));
+                for (int r = 0; r < R; ++r)
+                    products[r][lane] += w * load_as<float>(cell + r * kLine);
+            }
+        }
+        const uint8_t *scales = tile.weights + begin / tile.group * kLine;
+        for (int64_t lane = 0; lane < kLanes; ++lane)
+            for (int r = 0; r < R; ++r)
+                sums[r][lane] += products[r][lane] * load_as<float>(scales + lane * 4);
+    }
+}
+
 // The numbers of a group, quad by quad: values[q][4 · lane + j] is input 4q + j.
 template <Format F>
 inline void read_quads(const uint8_t *quants, const uint8_t *high, uint8_t (&values)[8][64]) {
@@ -59,6 +81,11 @@ inline void read_quads(const uint8_t *quants, const uint8_t *high, uint8_t (&val
                                                           c >> 6 | (b >> 5 & 4)};
                 for (int q = 0; q < 8; ++q)
                     values[q][at] = static_cast<uint8_t>(all[q] & 7);
+            }
+            if constexpr (traits(F).coded) {
+                constexpr Codebook kCodes = codebook<F>();
+                for (auto &quad : values)
+                    quad[at] = kCodes.numbers[quad[at]];
             }
         }
         return;
@@ -234,8 +261,10 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile, float (&
         read_quads<F>(part.quants, part.high, values);
         float scale[kLanes], scale_b[kLanes], min[kLanes];
         for (int64_t lane = 0; lane < kLanes; ++lane) {
-            if constexpr (F == Format::MXFP4) {
-                scale[lane] = half_power_of_two(part.scales[lane]);
+            if constexpr (t.coded) {
+                scale[lane] = code_scale<F>(part, lane, 0);
+                if constexpr (t.halves)
+                    scale_b[lane] = code_scale<F>(part, lane, 1);
                 continue;
             }
             const float d = half_to_float(
@@ -244,8 +273,6 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile, float (&
             if constexpr (F == Format::Q6_K) {
                 scale[lane] = d * static_cast<float>(static_cast<int8_t>(part.scales[lane]));
                 scale_b[lane] = d * static_cast<float>(static_cast<int8_t>(part.scales[16 + lane]));
-            } else if constexpr (F == Format::IQ4_XS) {
-                scale[lane] = d * static_cast<float>(static_cast<int8_t>(part.scales[lane]));
             } else if constexpr (t.k_quant) {
                 const float dmin = half_to_float(load_as<uint16_t>(part.shared + 32 + lane * 2));
                 scale[lane] = d * static_cast<float>(part.scales[lane]);
@@ -257,12 +284,12 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile, float (&
         for (int r = 0; r < R; ++r) {
             const ActivationGroup &x = group_of(tile, g, r);
             int32_t dots[kLanes], dots_b[kLanes];
-            const int32_t start = t.zero == 32 ? x.minus_32[0] : x.minus_8 * (t.zero / 8);
+            const auto start = [&](int half) { return x.minus_32[half] / 32 * t.zero; };
             for (int64_t lane = 0; lane < kLanes; ++lane) {
-                dots[lane] = start;
-                dots_b[lane] = x.minus_32[1];
+                dots[lane] = t.halves ? start(0) : x.minus_8 / 8 * t.zero;
+                dots_b[lane] = start(1);
             }
-            if constexpr (F == Format::Q6_K) {
+            if constexpr (t.halves) {
                 add_dots(values, x.quants, 0, 4, dots);
                 add_dots(values, x.quants, 4, 8, dots_b);
             } else {
@@ -270,7 +297,7 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile, float (&
             }
             for (int64_t lane = 0; lane < kLanes; ++lane) {
                 float product = static_cast<float>(dots[lane]) * scale[lane];
-                if constexpr (F == Format::Q6_K)
+                if constexpr (t.halves)
                     product += static_cast<float>(dots_b[lane]) * scale_b[lane];
                 sums[r][lane] += product * x.scale;
                 if constexpr (t.has_min)
@@ -292,7 +319,9 @@ template <int R> inline void write_tile(const Tile &tile, const float (&sums)[R]
 template <Format F, int R, int C> void compute_tile(const Tile &tile) {
     static_assert(C == 1);
     float sums[R][kLanes] = {};
-    if constexpr (traits(F).fixed)
+    if constexpr (F == Format::E4M3)
+        scaled_tile<R>(tile, sums);
+    else if constexpr (traits(F).fixed)
         fixed_tile<F, R>(tile, sums);
     else if constexpr (traits(F).split)
         split_tile<F, R>(tile, sums);
@@ -300,6 +329,10 @@ template <Format F, int R, int C> void compute_tile(const Tile &tile) {
         quantized_tile<F, R>(tile, sums);
     else
         float_tile<F, R>(tile, sums);
+    if constexpr (traits(F).scaled_last)
+        for (auto &row : sums)
+            for (int64_t lane = 0; lane < kLanes; ++lane)
+                row[lane] *= load_as<float>(tile.weights + lane * 4);
     write_tile<R>(tile, sums);
 }
 

@@ -4,8 +4,8 @@
 //
 //   up       a line of 16 fp32 powers of two 2^f, by which a lane's scales are multiplied
 //   records  for each group of `group` inputs 16 fp16 scales d · 2^f, then 16 bytes of zeros
-//   quants   from a whole line on, for each 32 inputs (an even number of times): I3 as in Q3_K,
-//            I4 as in Q4_0, I8 as in Q8_0
+//   quants   from a whole line on, for each 32 inputs (an even number of times): I2 as in Q2_K, I3
+//            as in Q3_K, I4 as in Q4_0, I8 as in Q8_0
 //
 // so that a scale is stored once whatever `group` is, and both parts are read forward. With f from
 // the column's largest scale, as for the fixed-point formats, fp16 and bf16 scales are held
@@ -14,8 +14,9 @@
 // 2^-12 of each, at most. A scale that is no number makes its whole column NaN. The scale of a
 // group whose numbers are all its zero is held as 0.
 //
-// With q' = q − centre (4, 8 or 128) and M = (centre − zero) · d, w = d · q' + M. I3 and I4 are
-// summed in fixed point: D is rint of the held scale, and the min term
+// With q' = q − centre (1, of ternary numbers, then 4, 8 and 128) and M = (centre − zero) · d,
+// w = d · q' + M. I2, I3 and I4 are summed in fixed point: D is rint of the held scale, and the min
+// term
 //
 //   M = (D · ((centre − zero) · 2^11) + 2^14) >> 15
 //
@@ -32,9 +33,17 @@ namespace {
 template <Format F>
 constexpr Format kQuantsOf = F == Format::I8   ? Format::Q8_0
                              : F == Format::I4 ? Format::Q4_0
-                                               : Format::Q3_K;
+                             : F == Format::I3 ? Format::Q3_K
+                                               : Format::Q2_K;
 
-template <Format F> constexpr int kCentreOf = F == Format::I8 ? 128 : F == Format::I4 ? 8 : 4;
+template <Format F>
+constexpr int kCentreOf = F == Format::I8   ? 128
+                          : F == Format::I4 ? 8
+                          : F == Format::I3 ? 4
+                                            : 1;
+
+// −8 · (sum of the quants) shifted by this is −centre · (sum of the quants).
+template <Format F> constexpr int kCentreShift = F == Format::I4 ? 0 : F == Format::I3 ? 1 : 3;
 
 constexpr int64_t kRecord = kLanes * 3; // bytes
 

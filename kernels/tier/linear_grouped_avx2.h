@@ -60,7 +60,7 @@ template <Format F, int R, int H> inline void grouped_fixed_halves(const Tile &t
                 for (int r = 0; r < R; ++r) {
                     const __m256i s = _mm256_mulhrs_epi16(scale, broadcast(&x[r].fixed_pair));
                     const __m256i minus_8 = broadcast(&x[r].minus_8_pair);
-                    const __m256i begin = kCentre == 8 ? minus_8 : _mm256_srai_epi16(minus_8, 1);
+                    const __m256i begin = _mm256_srai_epi16(minus_8, kCentreShift<F>);
                     __m256i sum = _mm256_add_epi32(
                         _mm256_madd_epi16(even[r], _mm256_shuffle_epi8(s, copy_even)),
                         _mm256_madd_epi16(odd[r], _mm256_shuffle_epi8(s, copy_odd)));

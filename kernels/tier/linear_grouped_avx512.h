@@ -19,7 +19,7 @@ template <Format F, int R> inline void grouped_fixed_tile(const Tile &tile) {
     const int64_t groups = tile.k / kGroup;
     const auto start = [](const ActivationGroup &group) {
         const __m512i minus_8 = broadcast(&group.minus_8);
-        return kCentre == 8 ? minus_8 : _mm512_srai_epi32(minus_8, 1);
+        return kCentreShift<F> == 0 ? minus_8 : _mm512_srai_epi32(minus_8, kCentreShift<F>);
     };
     Records records(tile.weights, tile.group);
     const Prefetching<F, R> prefetching(tile.weights, quants);

@@ -7,24 +7,11 @@
 namespace octavo {
 namespace {
 
-// 32 numbers out of a stream of bits.
-template <Format F> inline void read_stream(const uint8_t *stream, uint8_t *values) {
-    if constexpr (F == Format::I8) {
-        std::memcpy(values, stream, kGroup);
-    } else if constexpr (F == Format::I4) {
-        for (int64_t i = 0; i < 16; ++i) {
-            values[2 * i] = stream[i] & 15;
-            values[2 * i + 1] = stream[i] >> 4;
-        }
-    } else {
-        for (int64_t i = 0; i < 4; ++i, stream += 3) {
-            const uint32_t bits = stream[0] | static_cast<uint32_t>(stream[1]) << 8 |
-                                  static_cast<uint32_t>(stream[2]) << 16;
-            for (int64_t j = 0; j < 8; ++j)
-                values[8 * i + j] = static_cast<uint8_t>(bits >> 3 * j & 7);
-        }
-    }
-}
+template <Format F>
+constexpr int kBitsOf = F == Format::I8   ? 8
+                        : F == Format::I4 ? 4
+                        : F == Format::I3 ? 3
+                                          : 2;
 
 // The bits of the largest magnitude of a row's scales, leaving out those of groups that are all
 // zero: files give these any scale, and the largest of a column says how exactly the others are
@@ -37,7 +24,7 @@ inline uint32_t largest_used_scale(const uint8_t *row, int64_t k, int64_t group)
         const int64_t end = (i + 1) * group < k ? (i + 1) * group : k;
         for (int64_t at = i * group; at < end; at += kGroup) {
             uint8_t values[kGroup];
-            read_stream<F>(stream + at / kGroup * format_info(F).block_bytes, values);
+            read_stream<kBitsOf<F>>(stream + at / kGroup * format_info(F).block_bytes, values);
             for (const uint8_t value : values)
                 if (value != zeros[i])
                     return false;
@@ -81,7 +68,7 @@ inline void pack_grouped_block(const uint8_t *src, int64_t columns, int64_t k, i
         const uint8_t *stream = zeros + count;
         for (int64_t g = 0; g < k / kGroup; ++g) {
             uint8_t values[kGroup];
-            read_stream<F>(stream + g * kStreamBytes, values);
+            read_stream<kBitsOf<F>>(stream + g * kStreamBytes, values);
             write_lane<kQuantsOf<F>>(values, lane, quants + g * kQuantsStep<F>, nullptr);
         }
     }

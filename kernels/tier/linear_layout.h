@@ -4,8 +4,8 @@
 // block of a quantized format is a sequence of chunks of 2 groups of 32 inputs (MXFP4: 4; blocks of
 // 256 in the file: 8), so that a block is read front to back, in whole cache lines; the 4-bit
 // formats that are summed in fixed point (linear_tile.h) have before it a line of 16 fp32 numbers,
-// by which the lanes' scales are multiplied first. A chunk has, one after another, for all its
-// groups:
+// by which the lanes' scales are multiplied first, and NVFP4 one by which sums are multiplied last.
+// A chunk has, one after another, for all its groups:
 //
 //   quants   8 quads of 4 consecutive inputs. 4-bit part: four vectors of 64 bytes, byte 4·lane + j
 //            of vector i holding input 4i + j in its low and input 16 + 4i + j in its high nibble.
@@ -26,7 +26,8 @@
 //            words, two a lane, for the first and the last 16 inputs of the groups; word v holds at
 //            bits 0 and 6 the scales of groups 2v and 2v + 1; at bit 12, words 0 and 2 the low
 //            nibble of those of groups 6 and 7, and word 1 the upper bits of both. IQ4_XS: 16 int8
-//            scales, 32 taken off. MXFP4: 16 exponents.
+//            scales, 32 taken off. MXFP4: 16 exponents. T3: 16 bytes of two nibbles. T4: 16 int8.
+//            NVFP4: 16 E4M3 scales of the first 16 inputs, then 16 of the last.
 //
 // and at its end, in the K formats, 16 fp16 d, then 16 fp16 dmin where the format has one.
 //
@@ -61,15 +62,17 @@ struct Traits {
     bool k_quant; // scales in two levels
     bool fixed;   // summed in fixed point
     int low_bits = 4;
-    bool split = false; // small whole scales of 16 inputs each: summed as integers with them
-    bool coded = false; // numbers are codes into a table of 16
+    bool split = false;       // small whole scales of 16 inputs each: summed as integers with them
+    bool coded = false;       // numbers are codes into a table of 8 or 16
+    bool halves = false;      // scales of 16 inputs each, and two integer sums a group
+    bool scaled_last = false; // sums are multiplied by a number of the column's
 
     // As many as fill whole lines.
     constexpr int64_t chunk_groups() const { return k_quant ? 8 : scales == 16 ? 4 : 2; }
     constexpr int64_t chunk_bytes() const {
         return round_up(chunk_groups() * (quants + high + scales) + shared, kLine);
     }
-    constexpr int64_t header_bytes() const { return fixed ? kLine : 0; }
+    constexpr int64_t header_bytes() const { return fixed || scaled_last ? kLine : 0; }
 };
 
 constexpr Traits traits(Format format) {
@@ -93,13 +96,22 @@ constexpr Traits traits(Format format) {
     case Format::Q5_K:
         return {256, 64, 32, 64, 1, 0, true, true, false};
     case Format::Q6_K:
-        return {256, 128, 32, 32, 2, 32, false, true, false};
+        return {256, 128, 32, 32, 2, 32, false, true, false, 4, false, false, true};
     case Format::IQ4_NL:
         return {256, 0, 32, 0, 0, 128, false, false, false, 4, false, true};
     case Format::IQ4_XS:
         return {256, 0, 16, 32, 0, 128, false, true, false, 4, false, true};
     case Format::MXFP4:
         return {256, 0, 16, 0, 0, 16, false, false, false, 4, false, true};
+    case Format::T3_IQ1:
+        return {192, 0, 16, 32, 0, 32, false, true, false, 3, false, true, true};
+    case Format::T3_IQ2:
+        return {192, 0, 16, 32, 0, 64, false, true, false, 3, false, true, true};
+    case Format::T4_IQ3_XXS:
+    case Format::T4_IQ3_S:
+        return {256, 0, 16, 32, 0, 32, false, true, false, 4, false, true};
+    case Format::NVFP4:
+        return {256, 0, 32, 0, 0, 32, false, false, false, 4, false, true, true, true};
     default:
         return {};
     }
@@ -169,16 +181,51 @@ inline SplitScale split_scale_at(const GroupParts<const uint8_t> &parts, int64_t
     return {stored - 32, 0};
 }
 
-// A coded format's numbers, and its zero on top, so that they are unsigned. MXFP4: E2M1, doubled.
+// A coded format's numbers, and its zero on top, so that they are unsigned; scales are multiplied
+// by `unit`, a power of two. MXFP4 and NVFP4: E2M1, doubled. T3_IQ1: 8g ± 1, of g = −1, 0, 1.
 struct Codebook {
     uint8_t numbers[16];
+    float unit = 1;
 };
 
 template <Format F> constexpr Codebook codebook() {
-    if constexpr (F == Format::MXFP4)
+    switch (F) {
+    case Format::MXFP4:
         return {{16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4}};
-    else
+    case Format::NVFP4:
+        return {{32, 33, 34, 35, 36, 38, 40, 44, 32, 31, 30, 29, 28, 26, 24, 20}};
+    case Format::T3_IQ1:
+        return {{25, 33, 41, 32, 23, 31, 39, 32}, 0.125f};
+    case Format::T3_IQ2:
+        return {{72, 89, 107, 64, 56, 39, 21, 64}, 0.125f};
+    case Format::T4_IQ3_XXS:
+        return {{34, 38, 42, 46, 50, 54, 58, 63, 30, 26, 22, 18, 14, 10, 6, 1}, 0.5f};
+    case Format::T4_IQ3_S:
+        return {{33, 35, 37, 39, 41, 43, 45, 47, 31, 29, 27, 25, 23, 21, 19, 17}};
+    default:
         return {{1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}};
+    }
+}
+
+// The scale of a coded format's first (part 0) or last 16 inputs of a group, given its parts.
+template <Format F>
+inline float code_scale(const GroupParts<const uint8_t> &parts, int64_t lane, int64_t part) {
+    const auto half = [&](const uint8_t *of) {
+        return half_to_float(load_as<uint16_t>(of + lane * 2));
+    };
+    const uint8_t byte = parts.scales[lane];
+    if constexpr (F == Format::MXFP4)
+        return half_power_of_two(byte);
+    else if constexpr (F == Format::NVFP4)
+        return half_to_float(e4m3_to_half(parts.scales[part * kLanes + lane]));
+    else if constexpr (F == Format::IQ4_NL)
+        return half(parts.scales);
+    else if constexpr (traits(F).halves)
+        return half(parts.shared) * codebook<F>().unit *
+               static_cast<float>(2 * (byte >> part * 4 & 15) + 1);
+    else
+        return half(parts.shared) * codebook<F>().unit *
+               static_cast<float>(static_cast<int8_t>(byte));
 }
 
 // Where input i of a lane lies in a column block of floats.

@@ -25,6 +25,25 @@ inline void unpack_3k_scales(const uint8_t *packed, uint8_t *scales) {
                                          (packed[8 + i % 4] >> i / 4 * 2 & 3) << 4);
 }
 
+// 32 numbers of so many bits out of a stream of bits.
+template <int Bits> inline void read_stream(const uint8_t *stream, uint8_t *values) {
+    if constexpr (Bits == 8) {
+        std::memcpy(values, stream, kGroup);
+    } else if constexpr (Bits == 3) {
+        for (int64_t i = 0; i < 4; ++i, stream += 3) {
+            const uint32_t bits = stream[0] | static_cast<uint32_t>(stream[1]) << 8 |
+                                  static_cast<uint32_t>(stream[2]) << 16;
+            for (int64_t j = 0; j < 8; ++j)
+                values[8 * i + j] = static_cast<uint8_t>(bits >> 3 * j & 7);
+        }
+    } else {
+        constexpr int64_t kEach = 8 / Bits; // in a byte
+        for (int64_t i = 0; i < kGroup; ++i)
+            values[i] =
+                static_cast<uint8_t>(stream[i / kEach] >> i % kEach * Bits & ((1 << Bits) - 1));
+    }
+}
+
 // The 32 numbers of group g (within a file block), as the unsigned integers that are packed.
 template <Format F> inline void read_group(const uint8_t *block, int64_t g, uint8_t *values) {
     const int64_t half = g / 4, part = g % 4; // of a block of 256: halves of 128, parts of 32
@@ -53,6 +72,12 @@ template <Format F> inline void read_group(const uint8_t *block, int64_t g, uint
         for (int64_t i = 0; i < 32; ++i)
             values[i] = static_cast<uint8_t>((low[i] >> part / 2 * 4 & 15) |
                                              (high[i] >> part * 2 & 3) << 4);
+    } else if constexpr (F == Format::T3_IQ1 || F == Format::T3_IQ2) {
+        read_stream<3>(block + 10 + g * 12, values);
+    } else if constexpr (F == Format::T4_IQ3_XXS || F == Format::T4_IQ3_S) {
+        read_stream<4>(block + 10 + g * 16, values);
+    } else if constexpr (F == Format::NVFP4) {
+        read_stream<4>(block + 2, values);
     } else {
         constexpr bool kMin = traits(F).has_min, kFifth = traits(F).high_bits == 1;
         constexpr int64_t kHeader = F == Format::MXFP4 ? 1 : kMin ? 4 : 2;
@@ -197,6 +222,9 @@ inline void pack_block_scales(const uint8_t *block, int64_t lane, const GroupPar
         for (int64_t g = 0; g < 8; ++g)
             scales(g)[lane] = static_cast<uint8_t>((block[4 + g / 2] >> g % 2 * 4 & 15) +
                                                    (high >> 2 * g & 3) * 16 - 32);
+    } else if constexpr (traits(F).coded) {
+        for (int64_t g = 0; g < 8; ++g)
+            scales(g)[lane] = block[2 + g];
     } else {
         for (int64_t g = 0; g < 8; ++g) {
             const GroupParts<uint8_t> group{nullptr, nullptr, scales(g), nullptr};
@@ -212,7 +240,7 @@ inline void pack_block_scales(const uint8_t *block, int64_t lane, const GroupPar
 template <Format F>
 inline void pack_column_block(const uint8_t *src, int64_t columns, int64_t k, uint8_t *dst) {
     constexpr FormatInfo info = format_info(F);
-    const int64_t row_bytes = k / info.block_values * info.block_bytes;
+    const int64_t row_bytes = info.header + k / info.block_values * info.block_bytes;
     const int64_t size = column_block_bytes<F>(k);
     // A padding column has scale zero, whatever its quants.
     std::memset(dst, 0, static_cast<size_t>(size));
@@ -228,7 +256,7 @@ inline void pack_column_block(const uint8_t *src, int64_t columns, int64_t k, ui
         for (int64_t g = 0; g < k / kGroup; ++g) {
             for (int64_t lane = 0; lane < columns; ++lane) {
                 const uint8_t *block =
-                    src + lane * row_bytes + g / kGroupsPerBlock * info.block_bytes;
+                    src + lane * row_bytes + info.header + g / kGroupsPerBlock * info.block_bytes;
                 const int64_t part = g % kGroupsPerBlock;
                 uint8_t values[kGroup];
                 read_group<F>(block, part, values);
@@ -239,6 +267,9 @@ inline void pack_column_block(const uint8_t *src, int64_t columns, int64_t k, ui
                         pack_block_scales<F>(block, lane, to);
                 } else if constexpr (F == Format::MXFP4) {
                     to.scales[lane] = block[0];
+                } else if constexpr (F == Format::NVFP4) {
+                    to.scales[lane] = block[0];
+                    to.scales[kLanes + lane] = block[1];
                 } else {
                     std::memcpy(to.scales + lane * 2, block, 2);
                     if constexpr (t.has_min)
@@ -249,6 +280,9 @@ inline void pack_column_block(const uint8_t *src, int64_t columns, int64_t k, ui
         if constexpr (t.fixed)
             for (int64_t lane = 0; lane < kLanes; ++lane)
                 store_as(dst + lane * 4, column_scale(largest_scale<F>(dst, lane, k)));
+        if constexpr (F == Format::NVFP4) // 2^8: e4m3_to_half; ½: the doubled numbers
+            for (int64_t lane = 0; lane < columns; ++lane)
+                store_as(dst + lane * 4, load_as<float>(src + lane * row_bytes) * 128);
     }
 }
 
@@ -273,16 +307,12 @@ inline void dequantize_lane(const uint8_t *block, int64_t lane, int64_t k, float
             float *y = out + g * kGroup;
             if constexpr (t.coded) {
                 constexpr Codebook kCodes = codebook<F>();
-                float d;
-                if constexpr (F == Format::MXFP4)
-                    d = half_power_of_two(from.scales[lane]);
-                else if constexpr (F == Format::IQ4_XS)
-                    d = half_to_float(load_as<uint16_t>(from.shared + lane * 2)) *
-                        static_cast<float>(static_cast<int8_t>(from.scales[lane]));
-                else
-                    d = half_to_float(load_as<uint16_t>(from.scales + lane * 2));
-                for (int64_t i = 0; i < kGroup; ++i)
-                    y[i] = d * static_cast<float>(kCodes.numbers[values[i]] - t.zero);
+                for (int64_t i = 0; i < kGroup; ++i) {
+                    y[i] = code_scale<F>(from, lane, i / 16) *
+                           static_cast<float>(kCodes.numbers[values[i]] - t.zero);
+                    if constexpr (t.scaled_last)
+                        y[i] *= load_as<float>(block + lane * 4);
+                }
             } else if constexpr (t.split) {
                 const float d = half_to_float(load_as<uint16_t>(from.shared + lane * 2));
                 for (int64_t i = 0; i < kGroup; ++i) {

@@ -14,7 +14,7 @@
 //   sum += (float(dot) · scale) · activation.scale          (multiplication, then fused add)
 //   sum += min · activation.scaled_sum                      (formats with a min; fused)
 //
-// where scale = d or d·sc and min = m or −dmin·m, in fp32. I3 and I4 are summed like the 4-bit
+// where scale = d or d·sc and min = m or −dmin·m, in fp32. I2, I3 and I4 are summed like the 4-bit
 // formats, I8 like the 8-bit ones with min = (128 − zero)·d, left out of a group of inputs where
 // none of the 16 outputs has one (linear_grouped.h). Q6_K, whose scales cover 16 inputs:
 //
@@ -27,10 +27,13 @@
 //   min −= float(m_a · sum_a + m_b · sum_b) · activation.scale           (Q2_K; the same)
 //   sum += product · d, sum += min · dmin                                (the block; fused)
 //
-// Float formats: sum += weight · x for each input in order, in fp32. BF16 where the processor
-// multiplies bf16 numbers (the avx512_bf16 tier): x rounded to bf16, two inputs at a time, as
-// vdpbf16ps does it; elsewhere like the other float formats, activations not rounded. With
-// `accumulate`, out + sum at the end.
+// T3 and NVFP4 are summed like Q6_K, T4 like IQ4_XS, and NVFP4's sum is multiplied by its column's
+// scale at the end.
+//
+// Float formats: sum += weight · x for each input in order, in fp32; E4M3 by groups that have a
+// scale (linear_scaled.h). BF16 where the processor multiplies bf16 numbers (the avx512_bf16 tier):
+// x rounded to bf16, two inputs at a time, as vdpbf16ps does it; elsewhere like the other float
+// formats, activations not rounded. With `accumulate`, out + sum at the end.
 #pragma once
 
 #include "linear_layout.h"

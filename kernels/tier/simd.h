@@ -390,6 +390,27 @@ inline void store_first(Vec x, float *p, int64_t count) {
     std::memcpy(p, lanes, size_t(count) * sizeof(float));
 }
 
+// Calls f(i, count) for each full vector of n elements and then for what is left, if anything.
+template <class F> inline void for_vectors(int64_t n, F &&f) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        f(i, kLanes);
+    if (i < n)
+        f(i, n - i);
+}
+
+inline Vec load_part(const float *p, int64_t count) {
+    return count == kLanes ? Vec::load(p) : load_first(p, count);
+}
+
+inline void store_part(Vec x, float *p, int64_t count) {
+    if (count == kLanes) {
+        x.store(p);
+    } else {
+        store_first(x, p, count);
+    }
+}
+
 template <KvKind kind> inline void store_half(Vec x, uint16_t *p) {
     if constexpr (kind == KvKind::F16)
         return store_f16(x, p);
@@ -457,6 +478,22 @@ inline float largest(Vec x) {
 }
 #endif
 
+// The sum of x[i] * y[i], in one order for each n.
+inline float dot_product(const float *x, const float *y, int64_t n) {
+    Vec sums[4] = {Vec::set(0.0f), Vec::set(0.0f), Vec::set(0.0f), Vec::set(0.0f)};
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+        for (int64_t j = 0; j < 4; ++j) {
+            const int64_t at = i + j * kLanes;
+            sums[j] = fma(Vec::load(x + at), Vec::load(y + at), sums[j]);
+        }
+    }
+    for_vectors(n - i, [&](int64_t at, int64_t count) {
+        sums[0] = fma(load_part(x + i + at, count), load_part(y + i + at, count), sums[0]);
+    });
+    return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
 constexpr float kLog2E = 1.44269504f;
 
 // p * e^r = e^x with x = n ln 2 + r, |r| <= ln 2 / 2: ln 2 in two parts (Cody and Waite, 1980), and
@@ -495,6 +532,36 @@ inline Vec exp(Vec x) {
     const Vec in_range = where_ge(high, x, value, x * Vec::set(__builtin_inff())); // +inf, or NaN
     return where_ge(x, low, in_range, where_ge(low, x, Vec::set(0.0f), x));
 #endif
+}
+
+// x / (1 + e^-x).
+inline Vec silu_of(Vec x) {
+    return x / (Vec::set(1.0f) + exp(Vec::set(0.0f) - x));
+}
+
+// 1 / (1 + e^-x).
+inline Vec sigmoid_of(Vec x) {
+    const Vec one = Vec::set(1.0f);
+    return one / (one + exp(Vec::set(0.0f) - x));
+}
+
+// log(1 + e^x) = max(x, 0) + log(1 + u) with u = e^-|x| within 0 to 1, and log(1 + u) =
+// 2 artanh(s) with s = u / (2 + u), by the Taylor polynomial of degree 15 (s <= 1/3: relative error
+// below 2^-27).
+inline Vec softplus_of(Vec x) {
+    const Vec zero = Vec::set(0.0f);
+    const Vec u = exp(min(x, zero - x));
+    const Vec s = u / (Vec::set(2.0f) + u);
+    const Vec square = s * s;
+    Vec p = Vec::set(1.0f / 15.0f);
+    p = fma(p, square, Vec::set(1.0f / 13.0f));
+    p = fma(p, square, Vec::set(1.0f / 11.0f));
+    p = fma(p, square, Vec::set(1.0f / 9.0f));
+    p = fma(p, square, Vec::set(1.0f / 7.0f));
+    p = fma(p, square, Vec::set(1.0f / 5.0f));
+    p = fma(p, square, Vec::set(1.0f / 3.0f));
+    p = fma(p, square, Vec::set(1.0f));
+    return fma(s + s, p, max(zero, x));
 }
 
 // 2^x for x <= 0, as in a softmax, within 3 ulp; 0 where that would be subnormal (AVX-512: only

@@ -97,7 +97,7 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]: ...
 # bind/runtime.cpp
 
 class Value:
-    def __init__(self, offset: int, stride: int, local: bool) -> None: ...
+    def __init__(self, offset: int, stride: int, local: bool, first: int) -> None: ...
 
 class Prepared:
     def __init__(self, offset: int, local: bool) -> None: ...
@@ -134,14 +134,20 @@ class RopeStoreStep:
 class RotateStep:
     def __init__(self, q: Value, angles: Value, rope: int, head_dim: int) -> None: ...
 
+class ScaleByPositionStep:
+    def __init__(self, x: Value, out: Value, width: int, beta: float, original: int) -> None: ...
+
 class GatherStep:
     def __init__(self, x: Value, out: Value, width: int) -> None: ...
 
 class KeepStep:
     def __init__(self, x: Value, width: int) -> None: ...
 
+class GateStep:
+    def __init__(self, x: Value, gate: Value, out: Value, width: int, group: int) -> None: ...
+
 class RouteStep:
-    def __init__(self, logits: Value, routing: int) -> None: ...
+    def __init__(self, logits: Value, routing: int, bias: int, factors: int) -> None: ...
 
 class SpreadStep:
     def __init__(
@@ -171,8 +177,10 @@ RowStep = (
     | AngleStep
     | RopeStoreStep
     | RotateStep
+    | ScaleByPositionStep
     | GatherStep
     | KeepStep
+    | GateStep
     | RouteStep
     | SpreadStep
     | PrepareEachStep
@@ -190,8 +198,45 @@ class LinearRegion:
 
 class AttentionRegion:
     def __init__(
-        self, q: Value, out: Value, group: int, layer: int, scale: float, softcap: float
+        self,
+        q: Value,
+        out: Value,
+        group: int,
+        layer: int,
+        scale: float,
+        softcap: float,
+        sinks: int,
     ) -> None: ...
+
+class ShortConvShape: ...
+
+class DeltaShape:
+    def __init__(
+        self, key_heads: int, value_heads: int, key_dim: int, value_dim: int, tiled: bool
+    ) -> None: ...
+
+class MambaShape:
+    def __init__(
+        self, heads: int, head_dim: int, state: int, groups: int, a: int, d: int
+    ) -> None: ...
+
+class RecurrentLayer:
+    def __init__(
+        self,
+        shape: ShortConvShape | DeltaShape | MambaShape,
+        inputs: int,
+        matrix: int,
+        x: Value,
+        gates: Sequence[Value],
+        weight: int,
+        bias: int,
+    ) -> None: ...
+
+class RecurrentRegion:
+    def __init__(self, layer: RecurrentLayer, out: Value) -> None: ...
+
+class HistoryRegion:
+    def __init__(self, layer: RecurrentLayer) -> None: ...
 
 class LogitsRegion:
     def __init__(self, matrix: int, activations: Prepared, softcap: float) -> None: ...
@@ -203,7 +248,9 @@ class SlotsRegion:
     def __init__(self, routing: int, steps: Sequence[RowStep]) -> None: ...
 
 class ExpertsPart:
-    def __init__(self, matrices: Sequence[int], activations: Prepared, out: Value) -> None: ...
+    def __init__(
+        self, matrices: Sequence[int], activations: Prepared, out: Value, biases: Sequence[int]
+    ) -> None: ...
 
 class ExpertsRegion:
     def __init__(self, routing: int, parts: Sequence[ExpertsPart]) -> None: ...
@@ -212,6 +259,8 @@ Region = (
     RowsRegion
     | LinearRegion
     | AttentionRegion
+    | RecurrentRegion
+    | HistoryRegion
     | LogitsRegion
     | SortRegion
     | SlotsRegion
@@ -241,6 +290,7 @@ class Runtime:
         block_bytes: int,
         num_heads: int,
         kv_kind: int,
+        state: tuple[int, int, int, int, Sequence[tuple[int, int, int, int, int]]] | None,
     ) -> None: ...
     @property
     def pool(self) -> ThreadPool: ...
@@ -266,7 +316,15 @@ class Runtime:
     def add_rope(
         self, dim: int, interleaved: bool, frequencies: Sequence[float], magnitude: float
     ) -> int: ...
-    def add_routing(self, experts: int, chosen: int, renormalize: bool) -> int: ...
+    def add_routing(
+        self,
+        experts: int,
+        chosen: int,
+        sigmoid: bool,
+        renormalize: bool,
+        normalize_eps: float,
+        scale: float,
+    ) -> int: ...
     def slots_row_bytes(self, experts: int, chosen: int, slot_bytes: int) -> int: ...
     def allocate_activations(self, row_bytes: int, local_row_bytes: int) -> None: ...
     def add_program(
@@ -284,6 +342,7 @@ class Runtime:
         copies: npt.NDArray[np.int32],
         program: int,
         rows: npt.NDArray[np.float32] | None,
+        state: tuple[npt.NDArray[np.int32], ...] | None,
     ) -> npt.NDArray[np.float32]: ...
     def start_draft(
         self,

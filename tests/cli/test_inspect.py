@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import strict_json
-from loader.gguf_writer import IQ4_NL, MXFP4, split, tiny_llama, write_split
+from loader.gguf_writer import IQ4_NL, MXFP4, dynamic_llama, split, tiny_llama, write_split
 from octavo.cli import app
 from octavo.cli.inspect import part_of
 from octavo.engine.config import EngineConfig
@@ -62,6 +62,17 @@ def test_a_split_model_by_any_of_its_files(tmp_path: Path) -> None:
     formats = facts["parts"]["ffn"]["formats"]
     assert formats["MXFP4"] == 64 * 17
     assert formats["IQ4_NL"] == 64 * 18
+
+
+def test_what_takes_more_than_in_the_file_shows(tmp_path: Path) -> None:
+    facts = inspect(str(dynamic_llama().write(tmp_path / "dynamic.gguf")))
+    formats = {each["stored"]: each for each in facts["formats"]}
+    assert formats["IQ2_XXS"]["held"] == "T3_IQ2"
+    assert formats["IQ2_XXS"]["stored_bytes"] == 256 * 66
+    assert formats["IQ2_XXS"]["held_bytes"] == 16 * 1728  # column blocks of a chunk
+    assert formats["TQ2_0"]["held"] == "I2"
+    assert formats["TQ2_0"]["group_size"] == -1  # as many inputs as there are
+    assert formats["IQ4_XS"]["held"] == "IQ4_XS"
 
 
 def test_codes_hold_more_tokens(smollm2_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_ranges_and_switches_are_in_words() -> None:
         ("top --interval 0", "'--interval': 0 is outside 0.1 to 3,600"),
         ("train medusa m -o d --heads 17", "'--heads': 17 is outside 1 to 16"),
         ("serve m --threads zero", "'--threads': 'zero' is not a whole number, at least 1"),
-        ("quantize m -o d --method best", "'--method': 'best' is none of rtn, gptq, awq"),
+        ("quantize m -o d --method best", "'--method': 'best' is none of rtn, gptq, awq, imatrix"),
         ("serve m --port 70000", "--port is 70000, outside 0 to 65535"),
         ("serve m --quantization int3", "--quantization 'int3' is not supported"),
         ("plan roofline m --device h900", "--device 'h900' is not known"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.states import HashedStates, WrongContent
 from octavo.engine.clock import Clock, VirtualClock
 from octavo.engine.engine import Engine
 from octavo.engine.step_time import StepTimePredictor
@@ -17,8 +18,10 @@ from octavo.executor.cost import CostModel, Rates
 from octavo.kv_cache.connectors.manager import ConnectorManager
 from octavo.kv_cache.layout import KvDtype, KvGroup, KvLayout
 from octavo.kv_cache.prefix_index import Hash, chain_hash
+from octavo.kv_cache.state_layout import StateLayout
 from octavo.models.config import Activation, Layer, ModelConfig, Rope
 from octavo.models.families import program
+from octavo.models.recurrence_shape import ShortConvShape
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.sampler import Sampled, TokenLogprobs
 from octavo.scheduler.config import SchedulerConfig
@@ -29,9 +32,21 @@ from octavo.spec_decode.speculator import Speculator
 VOCAB = 64
 
 
-def layout(windows: Sequence[int | None] = (None,), block_size: int = 16) -> KvLayout:
+def layout(
+    windows: Sequence[int | None] = (None,), block_size: int = 16, state_pages: int = 0
+) -> KvLayout:
     groups = tuple(KvGroup((index,), window, 1, 2) for index, window in enumerate(windows))
-    return KvLayout(groups, block_size, KvDtype.BF16)
+    plain = KvLayout(groups, block_size, KvDtype.BF16)
+    if not state_pages:
+        return plain
+
+    def state(channels: int) -> StateLayout:
+        return StateLayout.of({len(groups): ShortConvShape(channels, 2)}, plain.block_bytes)
+
+    channels = 16
+    while state(channels).pages < state_pages:
+        channels += 16
+    return replace(plain, state=state(channels))
 
 
 def model(windows: Sequence[int | None], vocab_size: int = 5) -> ModelConfig:
@@ -154,13 +169,10 @@ class FakeSampler:
         return [TokenLogprobs(token, -1.0, 1, ()) for token in token_ids]
 
 
-class WrongContent(BaseException):
-    """No `Exception`, so that the engine does not take it for a failed step."""
-
-
 class CheckingExecutor:
     """Keeps in every slot of every block a hash of all the tokens up to there, and checks before
-    each query that every key it sees is the one its own tokens demand.
+    each query that every key it sees is the one its own tokens demand. States are
+    `HashedStates`.
     """
 
     def __init__(
@@ -184,7 +196,10 @@ class CheckingExecutor:
         self.poison: int | None = None  # a step with this token crashes
         self.during: Callable[[], None] = lambda: None  # runs between schedule and commit
         self.steps = 0
-        self.content = np.zeros((num_blocks, kv_layout.block_size), dtype=np.int64)
+        numbers = max(kv_layout.block_size, kv_layout.block_bytes // 8)
+        self.content = np.zeros((num_blocks, numbers), dtype=np.int64)
+        pages = kv_layout.state_blocks
+        self.states = HashedStates(self.content, pages, self._hash) if pages else None
         self.scheduler: Scheduler | None = None
         self._prefixes: dict[int, tuple[Seq, list[int]]] = {}
 
@@ -261,6 +276,16 @@ class CheckingExecutor:
                 assert len(draft) < seq.num_to_come
             hashes = self.expected(seq, draft)
             spans.append((slot, start, stop, hashes))
+        states: list[list[tuple[Int32, int]]] = [[] for _ in spans]
+        assert (batch.state is None) == (self.states is None)
+        if self.states is not None and batch.state is not None:
+            before = [int(hashes[start - 1]) if start else 0 for _, start, _, hashes in spans]
+            states = self.states.advance(
+                batch.state, batch.seq_offsets, batch.token_ids, before, kv.pool
+            )
+            written = {page for each in states for pages, _ in each for page in pages.tolist()}
+            assert not written & {*batch.block_tables[:, batch.seq_slots].ravel().tolist()}
+        for index, (slot, start, stop, hashes) in enumerate(spans):
             if (crash == "half" or self.poison in batch.token_ids) and index % 2:
                 continue  # a crash may leave a step half done
             for group in range(len(self.layout.groups)):
@@ -269,6 +294,9 @@ class CheckingExecutor:
                     if block < 0 or kv.pool.refs[block] != 1 or kv.pool.contents[block]:
                         raise WrongContent(f"position {position} is written to block {block}")
                     self.content[block, position % size] = hashes[position] + group
+            for pages, state in states[index]:
+                assert self.states is not None
+                self.states.store(pages, state)
         if crash == "half" or self.poison in batch.token_ids:
             raise Crash("injected")
         for slot, start, stop, hashes in spans:
@@ -277,7 +305,7 @@ class CheckingExecutor:
                 row = batch.block_tables[group, slot, first // size : -(-stop // size)]
                 if (row < 0).any():
                     raise WrongContent(f"a key that position {start} sees was given back")
-                keys = self.content[row].reshape(-1)[first % size :][: stop - first]
+                keys = self.content[row, :size].reshape(-1)[first % size :][: stop - first]
                 if not np.array_equal(keys, hashes[first:stop] + group):
                     raise WrongContent(f"positions {first} to {stop - 1} hold another prefix")
         self.during()
@@ -346,6 +374,9 @@ def build(
     batching: Literal["continuous", "static"] = "continuous",
     memory: Literal["paged", "reserve"] = "paged",
     chunked_prefill: bool = True,
+    state_pages: int = 0,
+    state_log_rows: int = 0,
+    state_snapshots: float = 0.5,
     **of_policy: Any,
 ) -> Engine:
     """An engine over the checking executor; ``engine.executor`` is it."""
@@ -362,9 +393,11 @@ def build(
         batching=batching,
         memory=memory,
         chunked_prefill=chunked_prefill,
+        state_log_rows=state_log_rows,
+        state_snapshots=state_snapshots,
         **of_policy,
     )
-    kv_layout = layout(windows, block_size)
+    kv_layout = layout(windows, block_size, state_pages)
     scheduler = Scheduler(config, kv_layout, num_blocks, hasher=hasher)
     if connectors is not None:
         scheduler.kv.attach(connectors)

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -32,6 +32,7 @@ def made(
     length: int = 128,
     policy: str = "fcfs",
     target: float | None = None,
+    batching: Literal["continuous", "static"] = "continuous",
     **more: Any,
 ) -> tuple[Engine, ToldConnectors]:
     clock = VirtualClock()
@@ -42,6 +43,7 @@ def made(
         max_model_len=length,
         scheduling_policy=policy,
         itl_target=target and 1000 * target,
+        batching=batching,
         connectors=connectors,
         clock=clock,
     )
@@ -312,6 +314,20 @@ def test_after_a_restart_the_disk_answers() -> None:
     ask(engine, "third", text(1))
     run(engine)
     assert engine.stats().external_hits["host"] == 96
+
+
+def test_a_static_batch_is_not_joined_by_whom_the_disk_was_read_for_when_it_began() -> None:
+    engine, connectors = made(disk=left_on_disk(), blocks=20, batching="static")
+    late = ask(engine, "late", text(1))
+    first = ask(engine, "first", text(2), max_tokens=4)  # read in two steps: the budget is 64
+    engine.step()
+    assert engine.scheduler.waiting.fetching
+    connectors.settle()
+    while first.outcome is None:
+        assert late.scheduled is None
+        engine.step()
+    run(engine)
+    assert late.cached_tokens == 96
 
 
 def test_at_the_end_everything_is_written() -> None:

@@ -77,6 +77,12 @@ MODELS: dict[str, Callable[[], Checkpoint]] = {
     "gemma3 I8, heads of two widths": lambda: tiny.checkpoint(
         tiny.mixed("gemma3"), WeightFormat.I8
     ),
+    "lfm2 BF16": lambda: tiny.checkpoint(tiny.config("lfm2"), WeightFormat.BF16),
+    "lfm2 Q4_0": lambda: tiny.checkpoint(tiny.config("lfm2"), WeightFormat.Q4_0),
+    "gemma4 E, Q8_0": lambda: tiny.checkpoint(tiny.gemma4("e"), WeightFormat.Q8_0),
+    "gemma4 F16, experts": lambda: tiny.checkpoint(tiny.gemma4("experts"), WeightFormat.F16),
+    "gemma4 Q4_0, keys as values": lambda: tiny.checkpoint(tiny.gemma4("keys"), WeightFormat.Q4_0),
+    "qwen3 I8, heads of 32 to 512": lambda: tiny.checkpoint(tiny.widths(), WeightFormat.I8),
     "llama Q8_0": lambda: tiny.checkpoint(tiny.config(num_kv_heads=1), WeightFormat.Q8_0),
 }
 EOS = 3  # of the tiny models
@@ -107,6 +113,7 @@ class Setting:
     draft_blocks: float = 4.0  # as many of the longest sequences its cache holds
     spare_rows: int = 7  # of logits, for drafts
     max_branches: int = 0
+    state_snapshots: float = 0.5
     host_blocks: int = 0  # of the connector in host memory; 0: no connectors
     disk: bool = False  # a connector on disk too, which now and then loses a block
     remote: bool = False  # one on another machine too
@@ -273,6 +280,8 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         itl_target=setting.itl_target,
         max_branches=setting.max_branches,
         enable_prefix_caching=setting.enable_prefix_caching,
+        state_snapshots=setting.state_snapshots,
+        state_log_rows=2 * setting.spare_rows,
     )
     scheduler = Scheduler(limits, layout, num_blocks)
     if setting.host_blocks:
@@ -291,6 +300,7 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         logits_slice=setting.logits_slice and min(setting.logits_slice, limits.logits_rows),
         threads=setting.threads,
         isa=setting.isa,
+        state_log_rows=limits.state_log_rows,
     )
     vocab = checkpoint.config.vocab_size
     recorder = Recorder(vocab, executor.capabilities.tier, executor.pool)
@@ -418,6 +428,7 @@ def check_case(
         host_blocks = max(1, int((setting.num_blocks or 1) * guess.choice((0.5, 3.0))))
         disk, remote = guess.random() < 0.5, guess.random() < 0.3
         setting = replace(setting, host_blocks=host_blocks, disk=disk, remote=remote)
+    setting = replace(setting, state_snapshots=guess.choice((0.0, 0.1, 0.5, 1.0)))
     tight = rng.random() < 0.4  # short prompts, long outputs, few blocks: preemptions
     if tight:
         layout = KvLayout.of(checkpoint.config, setting.block_size, setting.kv_dtype)

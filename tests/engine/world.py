@@ -160,6 +160,9 @@ class Setting:
     chunked_prefill: bool = True
     slice_rows: int | None = None  # of logits
     policy: Mapping[str, Any] = field(default_factory=dict)  # its settings
+    state_pages: int = 0
+    state_log_rows: int = 0
+    state_snapshots: float = 0.5
 
     @staticmethod
     def drawn(rng: random.Random) -> Setting:
@@ -208,6 +211,15 @@ class Setting:
         elif rng.random() < 0.5:
             setting = replace(setting, itl_target=rng.choice((1e-6, 0.2, 1.0, 2.0, 1000.0)))
         setting = replace(setting, policy=drawn_policy(rng))
+        if rng.random() < 0.4:
+            pages = rng.choice((1, 2, 5))
+            setting = replace(
+                setting,
+                num_blocks=setting.num_blocks + pages * rng.choice((1, 1, 2, 5, 30)),
+                state_pages=pages,
+                state_log_rows=rng.choice((0, 1, 3, 40, 400)),
+                state_snapshots=rng.choice((0.0, 0.1, 0.5, 1.0)),
+            )
         return replace(setting, load_seconds=rng.choice((0.0, 0.0, 1e-5, 1e-4, 1e-3)))
 
 
@@ -243,7 +255,7 @@ class World:
         self.connectors = None
         clock = Leaping()
         if setting.host_blocks:
-            shape = layout(setting.windows, setting.block_size)
+            shape = layout(setting.windows, setting.block_size, setting.state_pages)
             disk = FaultyDisk(shape.block_bytes, 40, clock.now) if setting.disk else None
             remote = Remote() if setting.remote else None
             self.connectors = told_connectors(
@@ -268,6 +280,9 @@ class World:
             batching=setting.batching,
             memory=setting.memory,
             chunked_prefill=setting.chunked_prefill,
+            state_pages=setting.state_pages,
+            state_log_rows=setting.state_log_rows,
+            state_snapshots=setting.state_snapshots,
             seed=0,
             **setting.policy,
         )

@@ -9,6 +9,7 @@ from octavo import _native
 from octavo.executor.base import Batch
 from octavo.executor.native.executor import NativeExecutor
 from octavo.kv_cache.layout import KvDtype, KvLayout
+from octavo.kv_cache.state_batch import whole
 from octavo.loader.base import Checkpoint
 from octavo.models import families
 
@@ -51,7 +52,7 @@ class Driver:
             checkpoint,
             families.program(checkpoint.config),
             self.layout,
-            num_blocks=num_blocks,
+            num_blocks=num_blocks + self.MAX_SEQS * self.layout.state_blocks,
             max_tokens=self.MAX_TOKENS,
             max_logits_rows=self.MAX_TOKENS,
             logits_slice=logits_slice,
@@ -62,6 +63,7 @@ class Driver:
             isa=isa,
             keep_hidden=keep_hidden,
         )
+        self.first_page = num_blocks  # of the states, behind the blocks of keys and values
         rng = np.random.default_rng(seed)
         self.free = [int(block) for block in rng.permutation(num_blocks)]
         self.slots = list(range(self.MAX_SEQS))
@@ -96,14 +98,18 @@ class Driver:
             tokens += sequence.tokens[sequence.done : sequence.done + count]
             positions += range(sequence.done, sequence.done + count)
             offsets.append(len(tokens))
+        starts = np.array([sequence.done for sequence, _ in work], np.int32)
+        slots = np.array([sequence.slot for sequence, _ in work], np.int32)
+        seq_offsets = np.array(offsets, np.int32)
         return Batch(
             token_ids=np.array(tokens, np.int32),
             positions=np.array(positions, np.int32),
-            seq_offsets=np.array(offsets, np.int32),
-            seq_slots=np.array([sequence.slot for sequence, _ in work], np.int32),
+            seq_offsets=seq_offsets,
+            seq_slots=slots,
             block_tables=self.tables,
             logits_rows=np.arange(len(tokens), dtype=np.int32),
             copies=np.zeros((0, 2), np.int32),
+            state=whole(self.layout, starts, seq_offsets, slots, self.first_page),
         )
 
     def _allocate(self, sequence: Sequence, count: int) -> None:

@@ -26,9 +26,21 @@ def run(
             case model.RmsNorm(x, weight, out, eps, group):
                 rows = values[x].reshape(len(token_ids), -1, group or values[x].shape[1])
                 mean = (rows**2).mean(axis=2, keepdims=True)
-                values[out] = (rows / np.sqrt(mean + eps) * weights[weight]).reshape(
-                    values[x].shape
-                )
+                normal = rows / np.sqrt(mean + eps)
+                if weight is not None:
+                    own = weights[weight].reshape(rows.shape[1:] if op.wide else -1)
+                    normal = normal * op.scale * own
+                values[out] = normal.reshape(values[x].shape)
+            case model.LayerNorm(x, weight, out, eps):
+                rows = values[x] - values[x].mean(axis=1, keepdims=True)
+                variance = (rows**2).mean(axis=1, keepdims=True)
+                values[out] = rows / np.sqrt(variance + eps) * weights[weight]
+            case model.ScaleByPosition(x, out, beta, original):
+                values[out] = values[x] * (1 + beta * np.log(1 + positions[:, None] // original))
+            case model.Scale(x, weight, out):
+                values[out] = values[x] * weights[weight]
+            case model.Slice(x, out, first, width):
+                values[out] = values[x][:, first : first + width]
             case model.Linear(x, weight, out, bias):
                 values[out] = values[x] @ weights[weight].T
                 if bias is not None:
@@ -44,11 +56,23 @@ def run(
                 )
             case model.PagedAttention():
                 keys, stored = cache[op.layer]
-                values[op.out] = attend(values[op.q], keys, stored, op.head_dim, op)
+                sinks = None if op.sinks is None else weights[op.sinks]
+                values[op.out] = attend(values[op.q], keys, stored, op.head_dim, op, sinks)
+            case model.GatedActivation(gate, up, out, Activation.SWIGLU_CLAMPED, (alpha, limit)):
+                g, u = np.minimum(values[gate], limit), np.clip(values[up], -limit, limit)
+                values[out] = (u + 1.0) * g / (1.0 + np.exp(-alpha * g))
             case model.GatedActivation(gate, up, out, activation):
                 values[out] = activate(values[gate], activation) * values[up]
-            case model.Route(logits, out, experts):
-                values[out] = route(values[logits], experts)
+            case model.GateRow(x, gate, out, group):
+                shares = 1.0 / (1.0 + np.exp(-values[gate]))
+                values[out] = values[x] * shares.repeat(group or values[x].shape[1], axis=1)
+            case model.Route(logits, out, experts, bias, factors):
+                values[out] = route(
+                    values[logits],
+                    experts,
+                    np.zeros(experts.count) if bias is None else weights[bias],
+                    np.ones(experts.count) if factors is None else weights[factors],
+                )
             case model.ExpertLinear(x, route_, _, out, experts):
                 choices = values[route_][:, : experts.chosen].astype(int)
                 rows = values[x].reshape(len(token_ids), -1, weights[op.weights[0]].shape[1])
@@ -58,7 +82,10 @@ def run(
                         [weights[op.weights[e]] @ row for e, row in zip(*each, strict=True)]
                         for each in zip(choices, rows, strict=True)
                     ]
-                ).reshape(len(rows), -1)
+                )
+                if experts.biases:
+                    values[out] += np.array([weights[role] for role in op.biases])[choices]
+                values[out] = values[out].reshape(len(rows), -1)
             case model.Combine(x, route_, out, experts):
                 shares = values[route_][:, experts.chosen :]
                 rows = values[x].reshape(len(token_ids), experts.chosen, -1)
@@ -71,15 +98,18 @@ def run(
     raise ValueError("the program computes no logits")
 
 
-def route(logits: Floats, experts: Experts) -> Floats:
+def route(logits: Floats, experts: Experts, bias: Floats, factors: Floats) -> Floats:
     """Each row's experts, then their weights."""
-    chosen = np.argsort(-logits, axis=1, kind="stable")[:, : experts.chosen]
-    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
-    shares /= shares.sum(axis=1, keepdims=True)
+    if experts.gating == "sigmoid":
+        shares = 1.0 / (1.0 + np.exp(-logits))
+    else:
+        shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+        shares /= shares.sum(axis=1, keepdims=True)
+    chosen = np.argsort(-(shares + bias), axis=1, kind="stable")[:, : experts.chosen]
     picked = np.take_along_axis(shares, chosen, axis=1)
     if experts.renormalize:
-        picked /= picked.sum(axis=1, keepdims=True)
-    return np.concatenate([chosen, picked], axis=1)
+        picked /= picked.sum(axis=1, keepdims=True) + experts.normalize_eps
+    return np.concatenate([chosen, picked * experts.scale * factors[chosen]], axis=1)
 
 
 def rotate(x: Floats, positions: npt.NDArray[np.int64], head_dim: int, rope: Rope) -> Floats:
@@ -99,7 +129,12 @@ def rotate(x: Floats, positions: npt.NDArray[np.int64], head_dim: int, rope: Rop
 
 
 def attend(
-    q: Floats, keys: Floats, values: Floats, head_dim: int, op: model.PagedAttention
+    q: Floats,
+    keys: Floats,
+    values: Floats,
+    head_dim: int,
+    op: model.PagedAttention,
+    sinks: Floats | None,
 ) -> Floats:
     queries = q.reshape(len(q), -1, head_dim).transpose(1, 0, 2)
     group = queries.shape[0] // (keys.shape[1] // head_dim)
@@ -113,9 +148,12 @@ def attend(
     if op.window is not None:
         seen &= distance < op.window
     scores = np.where(seen, scores, -np.inf)
+    if sinks is not None:  # as one more key, the last
+        beside = np.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+        scores = np.concatenate([scores, beside], axis=2)
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
     weights /= weights.sum(axis=2, keepdims=True)
-    result: Floats = (weights @ stored).transpose(1, 0, 2).reshape(q.shape)
+    result: Floats = (weights[..., : len(keys)] @ stored).transpose(1, 0, 2).reshape(q.shape)
     return result
 
 

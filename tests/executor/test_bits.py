@@ -13,7 +13,7 @@ from executor import tiny
 from executor.driving import Driver, Float32
 from octavo.kv_cache.layout import KvDtype
 from octavo.loader.base import Checkpoint, WeightFormat
-from octavo.models.config import Experts, Layer, Rope
+from octavo.models.config import Activation, Experts, Layer, Rope
 
 MODELS = {
     "llama F32": (tiny.config(), WeightFormat.F32),
@@ -22,10 +22,30 @@ MODELS = {
     "llama I4, in orders": (tiny.config(), WeightFormat.I4),
     "gemma3 I8, in orders": (tiny.config("gemma3"), WeightFormat.I8),
     "mixtral I4, in orders": (tiny.config("mixtral"), WeightFormat.I4),
+    "mixtral IQ2_XS": (tiny.broad("mixtral"), WeightFormat.IQ2_XS),
+    "gemma3 IQ1_S": (tiny.broad("gemma3"), WeightFormat.IQ1_S),
+    "llama IQ3_S": (tiny.broad(), WeightFormat.IQ3_S),
+    "llama TQ2_0": (tiny.broad(), WeightFormat.TQ2_0),
+    "mixtral E4M3": (tiny.config("mixtral"), WeightFormat.E4M3),
+    "gemma3 NVFP4": (tiny.config("gemma3"), WeightFormat.NVFP4),
     "qwen3moe Q8_0": (tiny.config("qwen3moe", Experts(17, 4, 32, True)), WeightFormat.Q8_0),
     "llama F16, head of 20": (tiny.config(head_dim=20), WeightFormat.F16),
+    "llama F16, sinks": (tiny.config(sinks=True), WeightFormat.F16),
+    "gemma3 Q4_0, sinks": (tiny.config("gemma3", sinks=True), WeightFormat.Q4_0),
+    "mixtral Q8_0, all of experts": (
+        tiny.config(
+            "mixtral",
+            Experts(9, 3, 32, True, "sigmoid", 1e-6, 2.0, selection_bias=True, biases=True),
+            activation=Activation.SWIGLU_CLAMPED,
+        ),
+        WeightFormat.Q8_0,
+    ),
     "llama F16, heads of two widths": (tiny.mixed(), WeightFormat.F16),
     "gemma3 I8, heads of two widths": (tiny.mixed("gemma3"), WeightFormat.I8),
+    "qwen3 Q8_0, heads of 32 to 512": (tiny.widths(), WeightFormat.Q8_0),
+    "gemma4 E, BF16": (tiny.gemma4("e"), WeightFormat.BF16),
+    "gemma4 Q8_0, experts": (tiny.gemma4("experts"), WeightFormat.Q8_0),
+    "gemma4 Q4_0, keys as values": (tiny.gemma4("keys"), WeightFormat.Q4_0),
     "gemma3 Q8_0": (tiny.config("gemma3"), WeightFormat.Q8_0),
     "gemma3 BF16, window of 100": (
         tiny.config(

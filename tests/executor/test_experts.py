@@ -23,7 +23,22 @@ SHAPES = {
     "one of one": tiny.config("mixtral", Experts(1, 1, 64, False)),
     "not renormalized": tiny.config("qwen3moe", Experts(16, 5, 32, False)),
     "odd widths": tiny.config("qwen3moe", Experts(7, 3, 33, True), hidden_size=50),
+    "sigmoids": tiny.config("qwen3moe", Experts(16, 5, 32, False, gating="sigmoid", scale=0.25)),
+    "sigmoids, biased choice": tiny.config(
+        "qwen3moe",
+        Experts(16, 5, 32, True, "sigmoid", normalize_eps=1e-2, scale=2.5, selection_bias=True),
+    ),
+    "biased choice": tiny.config("mixtral", Experts(9, 3, 32, True, selection_bias=True)),
+    "biases": tiny.config("mixtral", Experts(40, 3, 90, True, biases=True)),
+    "shared": tiny.shared(Experts(8, 3, 32, True)),
+    "shared, ungated": tiny.shared(Experts(8, 3, 32, True, biases=True), family="shared ungated"),
 }
+
+
+@pytest.fixture(autouse=True)
+def shared_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, family in tiny.SHARED.items():
+        monkeypatch.setitem(families.FAMILIES, name, family)
 
 
 def driver(checkpoint: Checkpoint, isa: str | None = None, threads: int = 1) -> Driver:

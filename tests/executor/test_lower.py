@@ -11,7 +11,7 @@ from executor.driving import Driver
 from octavo import _native
 from octavo.executor.native import lower
 from octavo.loader.base import WeightFormat
-from octavo.models import families
+from octavo.models import families, recurrence
 from octavo.models import program as model
 from octavo.models.config import Activation, ModelConfig
 from octavo.models.program import Op, RowOp
@@ -176,7 +176,8 @@ def test_live_values_never_overlap(family: str) -> None:
 def test_every_op_is_lowered() -> None:
     """One that is not computed row by row by a kernel of its name has a way of its own."""
 
-    ops = {kind for kind in vars(model).values() if is_dataclass(kind) and issubclass(kind, Op)}
+    known = [*vars(model).values(), *vars(recurrence).values()]
+    ops = {kind for kind in known if is_dataclass(kind) and issubclass(kind, Op)}
     by_row = {kind for kind in ops if issubclass(kind, RowOp)}
     assert len(by_row) >= 4
     assert set(lower.LOWERINGS) == ops - by_row

@@ -15,7 +15,7 @@ from octavo.executor.native.packing import arithmetic_of
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import CheckpointError, WeightFormat
 from octavo.models import families
-from octavo.models.config import Layer, ModelConfig, Rope
+from octavo.models.config import Activation, Layer, ModelConfig, Rope
 
 ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]
 
@@ -28,6 +28,8 @@ SHAPES = {
         tied_embeddings=False, biases=frozenset({"attn_q", "attn_k", "attn_v", "ffn_down"})
     ),
     "softcaps": tiny.config(attention_softcap=5.0, logits_softcap=3.0),
+    "sinks": tiny.config("gemma3", sinks=True, num_heads=6),
+    "clamped": tiny.config(activation=Activation.SWIGLU_CLAMPED, swiglu_limit=0.75),
     "gemma3": tiny.config("gemma3"),
     "gemma3, window of one": tiny.config(
         "gemma3", layers=(Layer(Rope(10000.0, 16, False), 1), Layer(Rope(10000.0, 16, False)))
@@ -41,6 +43,8 @@ SHAPES = {
     "heads of two widths, shared caches": tiny.mixed(),
     "the same, norms of heads": tiny.mixed("gemma3"),
     "the same, norms of all heads": tiny.mixed("olmo2"),
+    "heads of 32 to 512": tiny.widths(),
+    **{f"gemma4, {kind}": tiny.gemma4(kind) for kind in ("e", "experts", "keys")},
     "odd widths": tiny.config(hidden_size=50, intermediate_size=33, vocab_size=101),
 }
 
@@ -93,15 +97,22 @@ def test_a_long_context_equals_the_reference() -> None:
         (WeightFormat.BF16, 2e-2),
         (WeightFormat.Q8_0, 6e-2),
         (WeightFormat.Q4_0, 6e-2),
+        (WeightFormat.I2, 6e-2),
         (WeightFormat.I3, 6e-2),
         (WeightFormat.I4, 6e-2),
         (WeightFormat.I8, 6e-2),
+        (WeightFormat.IQ1_M, 6e-2),
+        (WeightFormat.IQ2_S, 6e-2),
+        (WeightFormat.IQ3_XXS, 6e-2),
+        (WeightFormat.TQ1_0, 6e-2),
+        (WeightFormat.NVFP4, 6e-2),
+        (WeightFormat.E4M3, 1e-3),
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_stored_formats(family: str, format: WeightFormat, bound: float) -> None:
     """The bound is what rounding the activations (bf16, 8 bits a group) may cost."""
-    config = tiny.config(family)
+    config = tiny.broad(family) if format in tiny.BLOCKS_OF_256 else tiny.config(family)
     checkpoint = tiny.checkpoint(config, format)
     tokens = tokens_of(config, 60)
     weights = {role: tiny.dequantize(weight) for role, weight in checkpoint.weights.items()}
@@ -111,12 +122,12 @@ def test_stored_formats(family: str, format: WeightFormat, bound: float) -> None
     assert spread < bound
 
 
+@pytest.mark.parametrize("config", [tiny.config(), tiny.widths()])
 @pytest.mark.parametrize("isa", ISAS)
-def test_cache_dtypes(isa: str) -> None:
+def test_cache_dtypes(isa: str, config: ModelConfig) -> None:
     """Numbers of 8 bits' and 11 bits' precision; codes of 8 and 4 bits; bf16 where nothing is
     said.
     """
-    config = tiny.config()
     checkpoint = tiny.checkpoint(config)
     tokens = tokens_of(config, 60)
     weights = {role: tiny.dequantize(weight) for role, weight in checkpoint.weights.items()}
@@ -311,6 +322,8 @@ def test_settings_are_refused_by_name() -> None:
         Driver(checkpoint, block_size=24)
     with pytest.raises(ValueError, match="logits_slice is 10, not a multiple of 8"):
         Driver(checkpoint, logits_slice=10)
+    with pytest.raises(ValueError, match="num_blocks is 2000000000, outside 1 to"):
+        Driver(checkpoint, block_size=4096, num_blocks=2_000_000_000)
     for threads in (0, 5000):
         with pytest.raises(ValueError, match=f"threads is {threads}, outside"):
             Driver(checkpoint, threads=threads)

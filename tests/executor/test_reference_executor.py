@@ -76,6 +76,25 @@ def test_blocks_leave_and_come_back() -> None:
     np.testing.assert_array_equal(driver.executor.execute(batch).logits, before)
 
 
+@pytest.mark.parametrize("kind", [Driver, ReferenceDriver])
+def test_nothing_of_others_is_left_at_the_end_of_a_block(kind: type[Driver]) -> None:
+    """Blocks full of something else come to groups that take less of them."""
+    driver = kind(tiny.checkpoint(tiny.mixed()))
+    blocks = np.arange(driver.executor.num_blocks, dtype=np.int32)
+    other = np.full((len(blocks), driver.layout.block_bytes), 60, np.uint8)
+    driver.executor.import_blocks(blocks, other)
+    sequence = driver.start(list(range(1, 60)))
+    for count in (5, 30, 24):
+        driver.step([(sequence, count)])
+    left = 0
+    for group, table in zip(driver.layout.groups, driver.tables[:, sequence.slot], strict=True):
+        found = driver.executor.export_blocks(table[table >= 0])
+        rest = found[:, driver.layout.group_bytes(group) :]
+        assert not rest.any()
+        left += rest.size
+    assert left
+
+
 def test_an_added_program_computes_on_the_same_cache() -> None:
     checkpoint = tiny.checkpoint(tiny.config())
     compute = program(checkpoint.config)

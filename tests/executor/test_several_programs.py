@@ -27,6 +27,7 @@ from octavo.models.program import (
     Op,
     Program,
     RmsNorm,
+    RotateQueries,
 )
 
 ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]
@@ -188,6 +189,13 @@ def test_attention_that_does_not_fit_the_cache_is_refused() -> None:
         other = dataclasses.replace(config, **change)
         with pytest.raises(ValueError, match="attention has another shape than the cache"):
             tested.executor.add_program(families.program(other))
+    compute = families.program(config)
+    rotated = tuple(
+        dataclasses.replace(op, head_dim=8) if isinstance(op, RotateQueries) else op
+        for op in compute.ops
+    )
+    with pytest.raises(ValueError, match="attention has another shape than the cache"):
+        tested.executor.add_program(dataclasses.replace(compute, ops=rotated))
 
 
 @pytest.mark.parametrize("slice", [8, 640])

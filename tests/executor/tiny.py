@@ -1,26 +1,46 @@
 """Small random models of every shape that the executor must get right."""
 
 from dataclasses import replace
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from octavo.loader.base import Checkpoint, Tokenizer, Weight, WeightFormat
+from octavo.loader.dequantize import dequantize as dequantize_blocks
+from octavo.loader.gguf import BLOCKS
 from octavo.models import families
-from octavo.models.config import Activation, Experts, Layer, ModelConfig, Rope
+from octavo.models.build import Builder
+from octavo.models.config import (
+    UNROTATED,
+    Activation,
+    Experts,
+    Layer,
+    ModelConfig,
+    Rope,
+    share_caches,
+)
+from octavo.models.program import Program
+from octavo.models.recurrence_shape import ShortConvShape
 
 Floats = npt.NDArray[np.float64]
 
 
+BLOCKS_OF_256 = [format for format, (numbers, _) in BLOCKS.items() if numbers == 256]
+# Compared with other implementations in tests/loader and tests/oracle.
+READ_ELSEWHERE = [*BLOCKS_OF_256, WeightFormat.E4M3, WeightFormat.NVFP4]
+FP8_GROUP = 48  # inputs
 EXPERTS = Experts(6, 2, 64, True)
 SPARSE = ("mixtral", "qwen3moe")
 
 
 def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) -> ModelConfig:
-    """Two query heads a KV head, three layers; gemma3 has a window of 20 on two of them. Sparse
-    families have ``experts`` in all.
+    """Two query heads a KV head, three layers; gemma3 has a window of 20 on two of them, and lfm2
+    convolutions in place of attention. Sparse families have ``experts`` in all.
     """
     rope = Rope(theta=10000.0, dim=changes.get("head_dim", 16), interleaved=family == "llama")
     values: dict[str, Any] = {
@@ -40,6 +60,9 @@ def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) ->
     }
     if family in SPARSE:
         values["layers"] = (Layer(rope, experts=experts),) * 3
+    if family == "lfm2":  # a state of two pages of 16 tokens
+        conv = Layer(UNROTATED, recurrence=ShortConvShape(64, 7))
+        values["layers"] = (conv, Layer(rope), conv)
     if family == "gemma3":
         far = Rope(theta=1e6, dim=rope.dim, interleaved=False, scale=0.125)
         values |= {
@@ -48,6 +71,46 @@ def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) ->
             "layers": (Layer(rope, 20), Layer(rope, 20), Layer(far)),
         }
     return ModelConfig(**(values | changes))
+
+
+def broad(family: str = "llama") -> ModelConfig:
+    """Every matrix has whole blocks of 256 inputs."""
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256}
+    return config(family, Experts(6, 2, 256, True), **sizes)
+
+
+def shared(experts: Experts = EXPERTS, family: str = "shared") -> ModelConfig:
+    """Experts beside one that every token goes to."""
+    layers = tuple(replace(layer, shared_expert=96) for layer in config("mixtral", experts).layers)
+    return config(family, layers=layers)
+
+
+def _shared_program(c: ModelConfig, *, gate: bool) -> Program:
+    """What no family has together: another router's input, factors, a gate."""
+    b = Builder(c)
+    b.embed(c.embedding_scale)
+    for layer in b.layers():
+        b.norm("x", "attn_norm", "h")
+        b.project_qkv("h", layer)
+        b.attend(layer)
+        b.add()
+        b.norm("x", "ffn_norm", "h")
+        b.shared_expert("h", layer.shared_expert, gate=gate)
+        assert layer.experts is not None
+        router = "h" if gate else "x"
+        b.sparse_feed_forward("h", layer.experts, router=router, factors="ffn_down_exps.scale")
+        b.add("shared")
+        b.add()
+    return b.head()
+
+
+# For tests to put among the families.
+SHARED = {
+    name: replace(
+        families.FAMILIES["mixtral"], name=name, program=partial(_shared_program, gate=gate)
+    )
+    for name, gate in (("shared", True), ("shared ungated", False))
+}
 
 
 def mixed(family: str = "llama") -> ModelConfig:
@@ -60,6 +123,48 @@ def mixed(family: str = "llama") -> ModelConfig:
     return config(family, layers=(narrow, wide, narrow, *shared))
 
 
+WIDTHS = (32, 40, 64, 80, 96, 128, 192, 256, 512)
+
+
+def widths() -> ModelConfig:
+    """A layer for each width of heads, with and without a window, on one KV head or two."""
+    return config(
+        "qwen3",
+        attention_scale=1.0 / 16.0,
+        layers=tuple(
+            Layer(
+                Rope(10000.0, dim, interleaved=False),
+                20 if index % 2 else None,
+                num_kv_heads=1 + index % 2,
+                head_dim=dim,
+            )
+            for index, dim in enumerate(WIDTHS)
+        ),
+    )
+
+
+def gemma4(kind: str) -> ModelConfig:
+    """Gemma 4 as the E models are ("e"), with "experts", or with "keys" as values."""
+    proportional = Rope(1e6, 40, interleaved=False, factors=(1.0,) * 5 + (inf,) * 15)
+    near = Layer(Rope(10000.0, 16, interleaved=False), 20)
+    far = Layer(proportional, num_kv_heads=1, head_dim=40, keys_as_values=kind != "e")
+    layers: tuple[Layer, ...] = (near, far, near, far)
+    if kind == "experts":
+        layers = tuple(replace(layer, experts=EXPERTS) for layer in layers)
+    if kind == "e":
+        wide = [replace(layer, intermediate_size=160) for layer in (near, near, far)]
+        layers = share_caches((near, far, near, *wide), 3)
+    return config(
+        "gemma4",
+        activation=Activation.GELU_TANH,
+        embedding_scale=8.0,
+        attention_scale=1.0,
+        logits_softcap=30.0,
+        per_layer_input=24 if kind == "e" else 0,
+        layers=layers,
+    )
+
+
 def values_scale(head_dim: int) -> float:
     return float(head_dim**-0.5)
 
@@ -67,12 +172,18 @@ def values_scale(head_dim: int) -> float:
 def quantize(values: npt.NDArray[np.float32], format: WeightFormat) -> npt.NDArray[np.uint8]:
     """[rows, columns] as bytes of a GGUF format, rounded the plain way."""
     match format:
+        case WeightFormat.E4M3:
+            return fp8_rows(values)
+        case WeightFormat.NVFP4:
+            return fp4_rows(values)
         case WeightFormat.F32:
             return values.view(np.uint8).reshape(-1)
         case WeightFormat.F16:
             return values.astype(np.float16).view(np.uint8).reshape(-1)
         case WeightFormat.BF16:
             return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)
+    if format.in_gguf and format not in (WeightFormat.Q8_0, WeightFormat.Q4_0):
+        return random_blocks(format, values)
     blocks = values.reshape(-1, 32)
     top = np.abs(blocks).max(axis=1, keepdims=True)
     limit = {WeightFormat.Q8_0: 127, WeightFormat.Q4_0: 7}[format]
@@ -84,6 +195,49 @@ def quantize(values: npt.NDArray[np.float32], format: WeightFormat) -> npt.NDArr
         nibbles = (steps + 8).astype(np.uint8)
         body = nibbles[:, :16] | (nibbles[:, 16:] << 4)
     return np.concatenate([scale.view(np.uint8), body], axis=1).reshape(-1)
+
+
+def fp8_rows(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Rows of E4M3 with a scale for `FP8_GROUP` inputs."""
+    parts = np.split(values, range(FP8_GROUP, values.shape[1], FP8_GROUP), axis=1)
+    scales = np.stack([np.abs(part).max(axis=1) / np.float32(448) for part in parts], axis=1)
+    codes = values / np.repeat(scales, FP8_GROUP, axis=1)[:, : values.shape[1]]
+    rows = [scales.view(np.uint8), codes.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)]
+    return np.concatenate(rows, axis=1).reshape(-1)
+
+
+def fp4_rows(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Rows of NVFP4: scales that fit the values, and random numbers."""
+    rng = np.random.default_rng(values.size)
+    rows, inputs = values.shape
+    whole = np.abs(values).max(axis=1, keepdims=True) / np.float32(448 * 6)
+    largest = np.abs(values).reshape(rows, -1, 16).max(axis=2) / 6
+    scales = (largest / whole).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    codes = rng.integers(0, 256, (rows, inputs // 32, 16), np.uint8)
+    blocks = np.concatenate([scales.reshape(rows, -1, 2), codes], axis=2)
+    return np.concatenate([whole.view(np.uint8), blocks.reshape(rows, -1)], axis=1).reshape(-1)
+
+
+def random_blocks(format: WeightFormat, like: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """[rows, columns] as blocks of a format whose d is an fp16 number: random ones, whose numbers
+    deviate as the given ones.
+    """
+    numbers, size = BLOCKS[format]
+    rng = np.random.default_rng(like.size)
+    blocks = rng.integers(0, 256, (like.size // numbers, size), np.uint8)
+
+    def multiplied(d: float) -> npt.NDArray[np.uint8]:
+        half = np.float16(d).view(np.uint16)
+        if format is WeightFormat.IQ1_M:
+            scales = blocks[:, 48:56].view(np.uint16)
+            scales[:] = scales & 0xFFF | (half >> np.arange(0, 16, 4, np.uint16) & 15) << 12
+        else:
+            at = {WeightFormat.TQ1_0: 52, WeightFormat.TQ2_0: 64}.get(format, 0)
+            blocks[:, at : at + 2] = half.reshape(1).view(np.uint8)
+        return blocks.reshape(-1)
+
+    deviation = dequantize_blocks(Weight("", format, like.shape, multiplied(1.0))).std()
+    return multiplied(float(like.std() / deviation))
 
 
 def quantize_grouped(
@@ -123,6 +277,8 @@ def dequantize(weight: Weight) -> Floats:
     if weight.format.grouped:
         return dequantize_grouped(weight)
     data = weight.data
+    if weight.format in READ_ELSEWHERE:
+        return dequantize_blocks(weight).astype(np.float64)
     match weight.format:
         case WeightFormat.F32:
             return data.view(np.float32).reshape(weight.shape).astype(np.float64)
@@ -168,5 +324,6 @@ def checkpoint(
             middle = 0.0 if role.endswith(".bias") else 1.0
             values = rng.normal(middle, 0.2, shape).astype(np.float32)
             stored = WeightFormat.F32
-        weights[role] = Weight(role, stored, shape, quantize(values, stored))
+        group = FP8_GROUP if stored is WeightFormat.E4M3 else 0
+        weights[role] = Weight(role, stored, shape, quantize(values, stored), group)
     return Checkpoint(Path("tiny"), config, weights, cast(Tokenizer, None), None)

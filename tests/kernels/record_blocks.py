@@ -18,10 +18,11 @@ ROWS, K = 3, 512
 FORMATS = [
     *(Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q4_K, Q.Q5_K, Q.Q6_K),
     *(Q.Q2_K, Q.Q3_K, Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4),
+    *(Q.IQ1_S, Q.IQ1_M, Q.IQ2_XXS, Q.IQ2_XS, Q.IQ2_S, Q.IQ3_XXS, Q.IQ3_S, Q.TQ1_0, Q.TQ2_0),
 ]
 # Byte offsets of the fp16 factors within a block: random bits there would often be NaN.
 HALVES = {Q.Q4_1: [0, 2], Q.Q5_1: [0, 2], Q.Q4_K: [0, 2], Q.Q5_K: [0, 2], Q.Q6_K: [208]}
-HALVES |= {Q.Q2_K: [80, 82], Q.Q3_K: [108]}
+HALVES |= {Q.Q2_K: [80, 82], Q.Q3_K: [108], Q.TQ1_0: [52], Q.TQ2_0: [64]}
 
 
 def blocks(format: Q, rng: np.random.Generator) -> np.ndarray:
@@ -41,6 +42,10 @@ def blocks(format: Q, rng: np.random.Generator) -> np.ndarray:
         half = rng.standard_normal((ROWS, K // values, 1)).astype(np.float16) / 64
         half[0, 0] = 3e-7  # subnormal
         out[:, :, at : at + 2] = half.astype(np.float16).view(np.uint8)
+    if format == Q.IQ1_M:  # the factor's nibbles lie above the scales
+        factor = out[:, :, :2].copy().view(np.uint16)
+        scales = out[:, :, 48:56].view(np.uint16)
+        scales[...] = (scales & 0xFFF) | (factor >> np.arange(0, 16, 4, dtype=np.uint16) & 15) << 12
     return out.reshape(ROWS, -1)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.kv_cache.cache import peak_blocks
 from octavo.kv_cache.layout import KvDtype, KvGroup, KvLayout, group_lengths
 from octavo.models.config import Activation, Layer, ModelConfig, Rope
 from octavo.tools.plan.presets import PRESETS
@@ -51,22 +52,28 @@ def test_gemma_layers_make_six_groups_of_three() -> None:
         layout.place(18)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+RECURRENT = {"lfm2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
+LIKE_HEADS = [name for name, file in PRESETS.items() if file["model_type"] not in RECURRENT]
+
+
+@pytest.mark.parametrize("name", LIKE_HEADS)
 def test_heads_of_one_width_make_the_fewest_equal_groups(name: str) -> None:
     config = Subject.find(name).program.config
+    latent = config.layers[0].latent
     windows: dict[int | None, list[int]] = {}
     for index, layer in enumerate(config.layers):
         windows.setdefault(layer.window, []).append(index)
     size = gcd(*map(len, windows.values()))
+    heads = config.num_kv_heads, config.head_dim
     groups = tuple(
-        KvGroup(tuple(layers[start : start + size]), window, config.num_kv_heads, config.head_dim)
+        KvGroup(tuple(layers[start : start + size]), window, *heads, latent)
         for window, layers in sorted(windows.items(), key=lambda item: item[0] or 0)
         for start in range(0, len(layers), size)
     )
     for dtype in KvDtype:
         layout = KvLayout.of(config, dtype=dtype)
         assert layout.groups == groups
-        token = config.num_kv_heads * dtype.token_bytes(config.head_dim)
+        token = config.num_kv_heads * dtype.token_bytes(config.head_dim, latent)
         assert layout.block_bytes == size * 16 * token
         assert layout.bytes_per_token == len(config.layers) * token
 
@@ -81,6 +88,18 @@ def test_layers_of_other_heads_share_the_pool() -> None:
         *((4, 256),) * 5,
     ]
     assert {layout.group_bytes(group) for group in layout.groups} == {layout.block_bytes}
+
+
+def test_what_is_left_over_is_left_where_few_blocks_are_kept() -> None:
+    """Windows keep 65 blocks at most and the global layers all 8,192: these fill theirs."""
+    narrow = model([1024] * 25 + [None] * 5, kv_heads=8, head_dim=256)
+    wide = [replace(layer, num_kv_heads=2, head_dim=512) for layer in narrow.layers[25:]]
+    config = replace(narrow, layers=(*narrow.layers[:25], *wide), context_length=1 << 17)
+    layout = KvLayout.of(config)
+    assert [len(group.layers) for group in layout.groups] == [5, *[1] * 25]
+    assert layout.block_bytes == 16 * 5 * 2 * 4 * 512
+    kept = 16 * (8192 * 5 * 2 * 4 * 512 + 65 * 25 * 8 * 4 * 256)
+    assert peak_blocks(layout, 1 << 17) * layout.block_bytes < 1.12 * kept
 
 
 def test_layers_without_a_cache_are_in_no_group() -> None:
@@ -139,20 +158,34 @@ def test_every_layer_has_a_place_in_a_block(
     used = sum(map(layout.group_bytes, layout.groups))
     assert used == layout.bytes_per_token * block_size
     # A layer to each group takes no less than what was chosen.
-    widest = max(layout.group_bytes(group) // len(group.layers) for group in layout.groups)
-    assert layout.block_bytes * len(layout.groups) <= widest * len(placed)
+    one_each = replace(
+        layout,
+        groups=tuple(
+            replace(group, layers=(layer,)) for group in layout.groups for layer in group.layers
+        ),
+    )
+    assert held_bytes(layout, config) <= held_bytes(one_each, config)
+
+
+def held_bytes(layout: KvLayout, config: ModelConfig) -> int:
+    return peak_blocks(layout, config.context_length) * layout.block_bytes
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 8)), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(st.integers(1, 12), st.integers(1, 8), st.integers(1, 100)),
+        min_size=1,
+        max_size=3,
+    ),
 )
-def test_no_other_lengths_leave_less_over(kinds: list[tuple[int, int]]) -> None:
+def test_no_other_lengths_take_fewer_bytes(kinds: list[tuple[int, int, int]]) -> None:
     def rank(lengths: tuple[int, ...]) -> tuple[int, int]:
-        block = max(length * size for length, (_, size) in zip(lengths, kinds, strict=True))
-        groups = sum(count // length for length, (count, _) in zip(lengths, kinds, strict=True))
-        return block * groups - sum(count * size for count, size in kinds), groups
+        block = max(length * size for length, (_, size, _) in zip(lengths, kinds, strict=True))
+        groups = [count // length for length, (count, *_) in zip(lengths, kinds, strict=True)]
+        held = sum(each * blocks for each, (*_, blocks) in zip(groups, kinds, strict=True))
+        return block * held, sum(groups)
 
-    choices = [[each for each in range(1, count + 1) if count % each == 0] for count, _ in kinds]
+    choices = [[each for each in range(1, count + 1) if count % each == 0] for count, *_ in kinds]
     assert rank(tuple(group_lengths(kinds))) == min(map(rank, product(*choices)))
 
 

@@ -16,6 +16,8 @@ UINT8, INT8, UINT16, INT16, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64,
 SCALARS = dict(enumerate("BbHhIif?")) | {UINT64: "Q", INT64: "q", FLOAT64: "d"}
 F32, F16, Q4_0, Q4_1, Q8_0, Q4_K = 0, 1, 2, 3, 8, 12
 Q2_K, Q3_K, IQ4_NL, IQ4_XS, MXFP4 = 10, 11, 20, 23, 39
+IQ2_XXS, IQ2_XS, IQ3_XXS, IQ1_S, IQ3_S, IQ2_S, IQ1_M = 16, 17, 18, 19, 21, 22, 29
+TQ1_0, TQ2_0 = 34, 35
 BLOCKS = {
     F32: (1, 4),
     F16: (1, 2),
@@ -28,6 +30,15 @@ BLOCKS = {
     IQ4_NL: (32, 18),
     IQ4_XS: (256, 136),
     MXFP4: (32, 17),
+    IQ1_S: (256, 50),
+    IQ1_M: (256, 56),
+    IQ2_XXS: (256, 66),
+    IQ2_XS: (256, 74),
+    IQ2_S: (256, 82),
+    IQ3_XXS: (256, 98),
+    IQ3_S: (256, 110),
+    TQ1_0: (256, 54),
+    TQ2_0: (256, 66),
     30: (1, 2),
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -194,6 +205,27 @@ def tiny_llama(
         "ffn_down": (hidden, ffn),
     }
     add_tensors(file, layers, len(tokens), hidden, matrices, ("attn_norm", "ffn_norm"), type, seed)
+    return file
+
+
+def dynamic_llama(seed: int = 0) -> Gguf:
+    """A `tiny_llama` whose matrices are of different types, as "dynamic" files have them; their
+    blocks are any bytes.
+    """
+    file = tiny_llama(2, hidden=256, heads=8, ffn=512, type=Q8_0)
+    types = {
+        "attn_q": (IQ2_XXS, TQ1_0), "attn_k": (IQ2_XS, TQ2_0), "attn_v": (Q8_0, IQ4_XS),
+        "attn_output": (IQ3_S, IQ3_XXS), "ffn_gate": (IQ1_S, IQ1_M), "ffn_up": (IQ2_S, IQ1_S),
+        "ffn_down": (IQ3_XXS, IQ2_S),
+    }  # fmt: skip
+    rng = np.random.default_rng(seed)
+    for layer in range(2):
+        for name, of_layer in types.items():
+            tensor = file.tensor(f"blk.{layer}.{name}.weight")
+            if of_layer[layer] != Q8_0:
+                tensor.type = of_layer[layer]
+                elements, size = BLOCKS[tensor.type]
+                tensor.data = rng.bytes(prod(tensor.shape) // elements * size)
     return file
 
 

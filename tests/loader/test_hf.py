@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     change_weights(path, lambda w: w.update({"model.layers.0.self_attn.q_norm.weight": extra}))
     assert refused(path).endswith("does not use: layers.0.attn_q_norm")
 
-    path = folder("llama", tmp_path / "c")
+    path = folder("granite", tmp_path / "c")
     change_weights(path, lambda w: w.update({"vision_tower.x": extra}))
     assert refused(path).endswith("does not use: vision_tower.x")
 
@@ -279,7 +279,7 @@ def test_a_link_to_nothing_is_no_missing_file(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "model type": ("llama", {"model_type": "mamba"}, "model_type 'mamba' is not supported; "),
     "no model type": ("llama", {"model_type": None}, "model_type is null"),
-    "a picture's": ("gemma3", {"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
+    "a picture's": ("gemma3", {"model_type": "gemma3"}, "text_config is missing"),
     "architecture": (
         "llama",
         {"architectures": ["LlamaForSequenceClassification"]},
@@ -297,6 +297,19 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no cause": ("llama", {"is_causal": False}, "is_causal False is not supported"),
     "no layers": ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0, not an integer"),
     "many layers": ("llama", {"num_hidden_layers": 513}, "num_hidden_layers is 513, above 512"),
+    "many recurrent layers": (
+        "lfm2",
+        {"num_hidden_layers": (1 << 31) - 1, "layer_types": None, "full_attn_idxs": [1]},
+        "num_hidden_layers is 2147483647, above 512",
+    ),
+    "recurrent layers alone": ("lfm2", {"layer_types": ["conv"] * 4}, "no layer has attention"),
+    "no taps": ("lfm2", {"conv_L_cache": 0}, "conv_L_cache is 0, not an integer from 1"),
+    "many taps": ("lfm2", {"conv_L_cache": 1 << 30}, "taps 1073741824, outside 2 to 16"),
+    "a wide feed-forward layer": (
+        "lfm2",
+        {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1e30},
+        "outside 1 to 1048576",
+    ),
     "head size": ("llama", {"head_dim": 1 << 30}, "head_dim is 1073741824, above 1024"),
     "true layers": ("llama", {"num_hidden_layers": True}, "num_hidden_layers is True, not"),
     "heads": ("llama", {"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv"),

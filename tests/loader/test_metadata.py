@@ -192,7 +192,7 @@ Change = Callable[[Gguf], object]
 REFUSED: dict[str, tuple[Change, str]] = {
     "architecture": (
         lambda f: f.set("general.architecture", STRING, "mamba"),
-        "architecture 'mamba' is not supported; supported are gemma2, gemma3",
+        "architecture 'mamba' is not supported; supported are ",
     ),
     "no architecture": (
         lambda f: f.drop("general.architecture"),

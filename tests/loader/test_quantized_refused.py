@@ -38,7 +38,26 @@ FP8 = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 REFUSED: dict[str, tuple[Any, str]] = {
     "a number": (3, "quantization_config: is not an object"),
     "no method": ({"bits": 4}, "quant_method '' is not supported; supported are gptq, awq, comp"),
-    "method": ({"quant_method": "fp8"}, "quant_method 'fp8' is not supported"),
+    "method": ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported"),
+    "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported, only e4m3"),
+    "ue8m0": ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0' is not supported"),
+    "experts of fp4": ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype 'fp4' is not"),
+    "half a block": (
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        "weight_block_size is [128], not two numbers of outputs and inputs",
+    ),
+    "no block": (
+        {"quant_method": "fp8", "weight_block_size": [0, 128]},
+        "weight_block_size is [0, 128], not two numbers",
+    ),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        "quant_algo 'W4A8_AWQ' is not supported; supported are FP8, NVFP4",
+    ),
+    "modelopt's group": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+        "group_size is 32; NVFP4 has 16",
+    ),
     "method a list": ({"quant_method": ["gptq"]}, "quant_method is ['gptq'], not a string"),
     "no bits": ({"quant_method": "gptq", "group_size": 32}, "bits is missing"),
     "2 bits": (GPTQ | {"bits": 2}, "bits is 2, which is not supported; supported are 3, 4, 8"),
@@ -69,8 +88,17 @@ REFUSED: dict[str, tuple[Any, str]] = {
         CT | {"sparsity_config": {"format": "sparse-24-bitmask"}},
         "sparsity_config is not supported: weights that are stored sparse",
     ),
-    "fp8": (ct(format="float-quantized"), "format 'float-quantized' is not supported"),
-    "nvfp4": (ct(format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' is not"),
+    "fp8": (ct(format="float-quantized"), "float-quantized is of floats of 8 bits"),
+    "nvfp4": (ct(format="nvfp4-pack-quantized"), "pack-quantized is of floats of 4 bits"),
+    "mxfp4": (ct(format="mxfp4-pack-quantized"), "format 'mxfp4-pack-quantized' is not supported"),
+    "fp8 by groups": (
+        ct({"type": "float", "num_bits": 8, "strategy": "group"}, format="float-quantized"),
+        "strategy 'group' is not supported; tensor, channel and block are",
+    ),
+    "nvfp4 by groups": (
+        ct({"type": "float", "strategy": "group"}, format="nvfp4-pack-quantized"),
+        "has strategy tensor_group and groups of 16",
+    ),
     "float": (ct({"type": "float"}), "weights: type 'float' is not supported, only int"),
     "block": (ct({"strategy": "block"}), "strategy 'block' is not supported; tensor, channel and"),
     "no size": (ct({"group_size": None}), "strategy 'group' contradicts group_size -1"),
@@ -178,7 +206,7 @@ TENSORS: dict[str, tuple[str, Any, str]] = {
     ),
     "static scale": (
         "ct", lambda t: t.update({f"{Q}.input_scale": np.ones(1, np.float32)}),
-        f"does not use: {Q}.input_scale",
+        f"'{Q}.input_scale' is a scale fixed beforehand, of activations to int8",
     ),
     "floats": (
         "int", changed(f"{Q}.weight", lambda x: x.astype(np.float32)),
@@ -216,7 +244,7 @@ def test_tensors_refused_by_name(name: str, tmp_path: Path) -> None:
         {key: np.ascontiguousarray(x) for key, x in stored.items()}, path / "model.safetensors"
     )
     message = refused(path)
-    assert "model.safetensors: tensor '" in message or name == "static scale"
+    assert "model.safetensors: tensor '" in message
     assert reason in message
 
 
@@ -332,6 +360,7 @@ def test_packed_numbers_are_of_packed_groups_bits(tmp_path: Path) -> None:
 
 
 WEIRD = [None, True, False, 0, 1, -1, 2, 3, 4, 8, 16, 32, 48, 64, 1 << 40, 1.5, 1e308, "", "int"]
+WEIRD += ["fp8", "modelopt", "NVFP4", "float", "float-quantized", "nvfp4-pack-quantized"]
 WEIRD += ["gptq", "gptq_v2", "pack-quantized", "int-quantized", "group", "channel", [], [1], {}]
 HEADER = 8
 
@@ -365,9 +394,11 @@ def changed_header(header: dict[str, Any], rng: random.Random) -> None:
             module, _, part = name.rpartition(".")
             parts = ["qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "bias"]
             parts += ["weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", part]
+            parts += ["weight_scale_inv", "weight_scale_2", "weight_global_scale", "input_scale"]
             header[f"{module}.{rng.choice(parts)}"] = header.pop(name)
         case 1:
             sizes = {"I32": "F32", "F32": "I32", "F16": "BF16", "BF16": "F16", "I8": "U8"}
+            sizes |= {"U8": "F8_E4M3", "F8_E4M3": "F8_E5M2"}
             entry["dtype"] = sizes.get(entry["dtype"], "I32")
         case 2:
             rng.shuffle(entry["shape"])
@@ -387,8 +418,8 @@ def mutate(count: int, path: Path, seed: int = 0) -> tuple[int, int]:
     for _ in range(count):
         source = rng.choice(sources)
         if rng.random() < 0.5:
-            own = source / "quantize_config.json"
-            victim = own if own.exists() and rng.random() < 0.5 else source / "config.json"
+            own = list(source.glob("*quant*_config.json"))
+            victim = own[0] if own and rng.random() < 0.5 else source / "config.json"
         else:
             victim = source / "model.safetensors"
         good = victim.read_bytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.models.families import FAMILIES
+from octavo.models.families import ARCHITECTURES, FAMILIES
 from octavo.models.family import Family
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -12,8 +12,12 @@ HEAD = "| family | `model_type` | GGUF | |\n|---|---|---|---|\n"
 
 
 def row(family: Family) -> str:
-    types = ", ".join(f"`{kind.model_type}`" for kind in family.hf)
-    shared = " with `expert_count`" if family.architecture and family.expert_size else ""
+    types = ", ".join(f"`{kind.model_type}`" for kind in (*family.hf, *family.wrappers))
+    shared = ""
+    if family.architecture and family.expert_size:
+        shared = " with `expert_count`"
+    elif len(ARCHITECTURES[family.gguf]) > 1 and family.windows:
+        shared = " with `attention.sliding_window`"
     cells = (family.title, types, f"`{family.gguf}`{shared}", family.note)
     return "| " + " | ".join(cells).rstrip() + " |\n"
 

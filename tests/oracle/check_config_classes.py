@@ -27,10 +27,11 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
 
-from octavo.models.families import HF_TYPES
+from octavo.models.families import HF_TYPES, HF_WRAPPERS
 from octavo.models.hf_type import FULL, SLIDING, TRANSFORMERS, HfType, Rule
 from octavo.models.section import Section
 
@@ -41,6 +42,15 @@ UNUSED = {
     "rope_parameters", "hidden_dropout", "pad_token_id", "bos_token_id",
     "use_bidirectional_attention",
 }  # fmt: skip
+NOT_COMPARED = (
+    "renamed",
+    "feed_forward",
+    "tokenizer",
+    "tokenizer_overrules",
+    "null_window",
+    "local_theta",
+    "rope_keys",
+)
 DRAWS = 200
 LONG: dict[str, Any] = {
     "short_factor": [1.0] * 4,
@@ -175,10 +185,16 @@ def partial_rotary(cls: Any, causal_lm: str) -> float:
     return float(cls(**SIZES).rope_parameters.get("partial_rotary_factor", 1.0))
 
 
+def _kept(stated: Mapping[str, Rule], known: Mapping[str, Any]) -> dict[str, Rule]:
+    """The rules of keys that the class computes and has no field for."""
+    return {key: rule for key, rule in stated.items() if key not in known}
+
+
 def found(model_type: str, ours: HfType | None) -> HfType:
     """What the class says."""
     cls = CONFIG_MAPPING[model_type]
     known = own_fields(cls)
+    stated = ours.computed if ours else {}
     classes = cls.__name__.removesuffix("Config")
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     kind = HfType(
@@ -186,13 +202,13 @@ def found(model_type: str, ours: HfType | None) -> HfType:
         classes=classes,
         causal_lm="" if causal_lm == f"{classes}ForCausalLM" else causal_lm,
         defaults=known,
-        computed=computed(cls, known, ours.computed if ours else {}),
+        computed=computed(cls, known, stated) | _kept(stated, known),
         aliases=dict(cls.attribute_map),
         rope_types=rope_types(cls),
         rope_theta=bases(cls),
         partial_rotary=partial_rotary(cls, causal_lm),
-        tokenizer=ours.tokenizer if ours else None,  # of another table, and not compared here
-        tokenizer_overrules=ours.tokenizer_overrules if ours else False,
+        # Of another table, or of code, and not compared here.
+        **{name: getattr(ours, name) for name in NOT_COMPARED if ours},
     )
     assert kind.model_classes[1] == MODEL_MAPPING_NAMES[model_type], model_type
     return kind
@@ -200,6 +216,8 @@ def found(model_type: str, ours: HfType | None) -> HfType:
 
 def differences(model_type: str) -> list[str]:
     """The fields in which the record differs from the class, each as the class has it."""
+    if model_type in HF_WRAPPERS:
+        return wrapper_differences(model_type)
     ours = HF_TYPES[model_type][1] if model_type in HF_TYPES else None
     theirs = found(model_type, ours)
     return [
@@ -209,9 +227,26 @@ def differences(model_type: str) -> list[str]:
     ]
 
 
+def wrapper_differences(model_type: str) -> list[str]:
+    ours, cls = HF_WRAPPERS[model_type], CONFIG_MAPPING[model_type]
+    theirs = {
+        "model_classes": (
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type],
+            MODEL_MAPPING_NAMES[model_type],
+        ),
+        "classes": cls.__name__.removesuffix("Config"),
+        "tied": cls(text_config={"model_type": ours.texts[0]}).tie_word_embeddings,
+    }
+    text = cls.sub_configs_defaults["text_config"].model_type
+    found = [f"{name}={value!r}" for name, value in theirs.items() if getattr(ours, name) != value]
+    return found if text == ours.texts[0] else [*found, f"texts[0]={text!r}"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", default=list(HF_TYPES))
+    parser.add_argument(
+        "model_types", nargs="*", metavar="MODEL_TYPE", default=[*HF_TYPES, *HF_WRAPPERS]
+    )
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     print(f"transformers {transformers.__version__}; the records are of {TRANSFORMERS}")

@@ -51,6 +51,7 @@ from octavo.models.families import program
 from oracle.drawn_configs import (
     MODEL_TYPES,
     Config,
+    around,
     complete,
     draw,
     ids_of,
@@ -103,7 +104,7 @@ def make_folder(config: Config, path: Path, seed: int) -> tuple[Any, dict[str, t
         raise TooLarge
     if resolved.tie_word_embeddings:
         del shapes["lm_head.weight"]
-    weights = make_weights(shapes, config["model_type"], seed)
+    weights = make_weights(shapes, seed, around(config["model_type"]))
     write_folder(path, config, weights, resolved.vocab_size)
     return resolved, shapes
 

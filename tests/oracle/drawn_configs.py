@@ -5,7 +5,7 @@ Keys are present, missing, null, in old and new spellings, and rotary settings i
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,23 +242,32 @@ def ids_of(seed: int, count: int) -> list[int]:
     return [int(i) for i in np.random.RandomState(seed).randint(2, VOCAB, count)]
 
 
+# Mean and deviation of weights whose names end so, where they are not the usual ones.
+Around = Mapping[str, tuple[float, float]]
+GEMMA: Around = {"norm.weight": (0.0, 0.2)}  # which stores them less one
+
+
+def around(model_type: str) -> Around:
+    return GEMMA if model_type.startswith("gemma") else {}
+
+
 def make_weights(
-    shapes: Mapping[str, tuple[int, ...]], model_type: str, seed: int
+    shapes: Mapping[str, Sequence[int]], seed: int, around: Around
 ) -> dict[str, npt.NDArray[np.float32]]:
     """Weights that keep activations near one, and norms and biases that do something."""
     generator = np.random.RandomState(seed)
     weights = {}
     for name in sorted(shapes):
-        shape = shapes[name]
-        values = generator.standard_normal(shape).astype(np.float32)
+        shape = tuple(shapes[name])
+        mean, deviation = 1.0, 0.2
         if len(shape) >= 2:
-            values *= np.float32(1.5 / shape[-1] ** 0.5)
+            mean, deviation = 0.0, 1.5 / shape[-1] ** 0.5
         elif name.endswith("bias"):
-            values *= np.float32(0.3)
-        else:  # around one, or zero in Gemma
-            values *= np.float32(0.2)
-            values += np.float32(0.0 if model_type.startswith("gemma") else 1.0)
-        weights[name] = values
+            mean, deviation = 0.0, 0.3
+        own = next((numbers for ending, numbers in around.items() if name.endswith(ending)), None)
+        mean, deviation = own or (mean, deviation)
+        values = np.asarray(generator.standard_normal(shape), np.float32) * np.float32(deviation)
+        weights[name] = values + np.float32(mean)
     return weights
 
 

@@ -2,7 +2,7 @@
 
 Run by hand, in an environment with transformers:
 
-    python tests/oracle/record_hf_tokenizers.py
+    python tests/oracle/record_hf_tokenizers.py [NAME ...]
 
 Each is trained on the texts here to a few hundred tokens, in the layout of the family it is called
 after, and goes to tokenizers/NAME with cases.json: strings, their ids with special tokens, and what
@@ -190,6 +190,20 @@ def gpt2() -> tuple[Tokenizer, dict[str, Any]]:
     }
 
 
+def cohere() -> tuple[Tokenizer, dict[str, Any]]:
+    """A class that makes its own pipeline, whatever the file says."""
+    tokenizer = byte_level([pre.ByteLevel(add_prefix_space=False)], 300, [])
+    names = ("<PAD>", "<UNK>", "<CLS>", "<SEP>", "<MASK_TOKEN>", "<BOS_TOKEN>")
+    tokenizer.add_special_tokens(special(*names, "<|END_OF_TURN_TOKEN|>"))
+    with_bos(tokenizer, "<BOS_TOKEN>")
+    return tokenizer, {
+        "tokenizer_class": "CohereTokenizerFast",
+        "bos_token": "<BOS_TOKEN>",
+        "eos_token": "<|END_OF_TURN_TOKEN|>",
+        "chat_template": CHATML,
+    }
+
+
 # Each kind, and whether its template lies in a file of its own.
 KINDS = {
     "llama3": (llama3, True),
@@ -198,6 +212,7 @@ KINDS = {
     "qwen2": (qwen2, False),
     "gemma": (gemma, False),
     "gpt2": (gpt2, False),
+    "cohere": (cohere, False),
 }
 MESSAGES = [
     {"role": "user", "content": " What is 2 + 2? \n"},
@@ -241,7 +256,8 @@ def record(name: str, tokenizer: Tokenizer, config: dict[str, Any], own_file: bo
 
 
 def main() -> None:
-    for name, (build, own_file) in KINDS.items():
+    for name in sys.argv[1:] or KINDS:
+        build, own_file = KINDS[name]
         record(name, *build(), own_file)
 
 

@@ -8,7 +8,7 @@ Each goes to quantized/NAME: config.json and model.safetensors as the package wr
 what its configuration says about the machine), and reference.npz: ``ids``, ``logits`` that
 `transformers` computes in float32 of the dequantized model, keys and values rounded to float16 as
 in record_families.py, and in ``meta`` a CRC-32 of every matrix, dequantized in float32 by the
-package's own code. See README.md here.
+package's own code; of `ROUNDED_TWICE` the matrices themselves. See README.md here.
 """
 
 import json
@@ -32,9 +32,11 @@ os.environ["GPTQMODEL_CPU_WORKERS"] = "2"
 import numpy as np
 import torch
 import transformers
-from record_families import half_precision_cache, randomize
+from record_families import half_precision_cache
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
+
+from oracle.drawn_configs import make_weights
 
 HERE = Path(__file__).resolve().parent / "quantized"
 VOCAB, TOKENS, ROWS = 64, 72, 20
@@ -56,7 +58,10 @@ SIZES: dict[str, Any] = {
 
 def base(path: Path, seed: int, dtype: torch.dtype, config: Any, positive: bool) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config)
-    randomize(model, seed)
+    parameters = dict(model.named_parameters())
+    made = make_weights({name: list(each.shape) for name, each in parameters.items()}, seed, {})
+    for name, each in parameters.items():
+        each.data = torch.from_numpy(made[name])
     for module in linears(model).values() if positive else ():
         module.weight.data[2::8].abs_()
     model = model.to(dtype).eval()
@@ -312,6 +317,128 @@ def autoround(source: Path, target: Path, layout: str, **settings: Any) -> Matri
     return found
 
 
+# ── Floats of 8 and 4 bits: numbers rounded here, read by the packages' own code ────────────────
+
+
+def rounded_fp8(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 numbers [n, k], and the scales of blocks of so many outputs and inputs."""
+    (n, k), (rows, columns) = weight.shape, block
+    largest = torch.nn.functional.max_pool2d(weight.abs()[None], block, ceil_mode=True)[0]
+    scales = largest / torch.finfo(torch.float8_e4m3fn).max
+    wide = scales.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+    return (weight / wide).to(torch.float8_e4m3fn), scales
+
+
+def rewritten(
+    source: Path, target: Path, said: dict[str, Any], each: Callable[[torch.Tensor], Any]
+) -> Matrices:
+    """A folder in which ``each`` gives, for a linear layer's weight, its values and its tensors."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    found, tensors = {}, dict(load_file(source / "model.safetensors"))
+    for name, module in linears(model).items():
+        found[name], parts = each(module.weight.data.float())
+        del tensors[f"{name}.weight"]
+        tensors |= {f"{name}.{key}": x for key, x in parts.items()}
+    save(source, target, tensors, said)
+    return found
+
+
+def transformers_fp8(source: Path, target: Path, block: tuple[int, int] | None) -> Matrices:
+    """Blocks as DeepSeek has them, or a scale for a tensor, and activations' beside it."""
+    from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+
+    def each(weight: torch.Tensor) -> Any:
+        codes, scales = rounded_fp8(weight, block or tuple(weight.shape))
+        parts = {"weight": codes, "weight_scale_inv": scales}
+        if block is None:
+            parts |= {"weight_scale_inv": scales[0, 0], "activation_scale": torch.tensor(0.02)}
+        values = _dequantize_fp8_weight(codes, parts["weight_scale_inv"], block, torch.float32)
+        return values, parts
+
+    said = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "static" if block is None else "dynamic",
+        "weight_block_size": block,
+        "modules_to_not_convert": ["lm_head"],
+    }
+    return rewritten(source, target, said, each)
+
+
+def compressed_floats(source: Path, target: Path, layout: str) -> Matrices:
+    """With the compressors of compressed-tensors 0.12: scales of outputs, and NVFP4."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.quantized_compressors import nvfp4_quantized
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    fp4 = layout == "nvfp4-pack-quantized"
+    weights: dict[str, Any] = {"type": "float", "symmetric": True}
+    weights |= (
+        {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+        if fp4
+        else {"num_bits": 8, "strategy": "channel"}
+    )
+    args = QuantizationArgs(**weights)
+    compressor = BaseCompressor.load_from_registry(layout)
+
+    def each(weight: torch.Tensor) -> Any:
+        if not fp4:
+            _, scales = rounded_fp8(weight, (1, weight.shape[1]))
+            scales = scales.bfloat16()
+            parts = compressor.compress_weight(weight, scales.float(), args)
+            parts["weight_scale"] = scales
+            return compressor.decompress_weight(parts | {"weight_scale": scales.float()}), parts
+        whole = (448 * 6 / weight.abs().max()).reshape(1)
+        local = weight.abs().reshape(len(weight), -1, 16).amax(2)
+        scales = (local / 6 * whole).to(torch.float8_e4m3fn)
+        parts = compressor.compress_weight(weight, scales.float(), whole, args)
+        parts |= {"weight_scale": scales, "weight_global_scale": whole}
+        # What its decompress_weight does, in float32.
+        packed = parts["weight_packed"]
+        numbers = nvfp4_quantized.unpack_fp4_from_uint8(packed, *weight.shape, torch.float32)
+        values = dequantize(numbers, scales.float(), global_scale=whole, dtype=torch.float32)
+        return values, parts | {"input_global_scale": torch.tensor([3.0])}
+
+    inputs = {"num_bits": weights["num_bits"], "type": "float", "dynamic": not fp4 or "local"}
+    group = {"targets": ["Linear"], "weights": json.loads(args.model_dump_json())}
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group | {"input_activations": inputs}},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+    return rewritten(source, target, said, each)
+
+
+def modelopt(source: Path, target: Path, algorithm: str) -> Matrices:
+    """As ModelOpt 0.47 packs and reads them; FP8 with its configuration in a file of its own."""
+    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+
+    def each(weight: torch.Tensor) -> Any:
+        one = {"input_scale": torch.tensor(0.03)}
+        if algorithm == "NVFP4":
+            packed, scales, whole = NVFP4QTensor.quantize(weight, 16)
+            settings = {"scale": scales, "double_scale": whole, "block_sizes": {-1: 16}}
+            parts = {"weight": packed._quantized_data, "weight_scale": scales}
+            parts |= {"weight_scale_2": whole}
+            return packed.dequantize(dtype=torch.float32, **settings), one | parts
+        packed, scale = FP8QTensor.quantize(weight)
+        values = packed.dequantize(dtype=torch.float32, scale=scale, block_sizes={})
+        return values, one | {"weight": packed._quantized_data, "weight_scale": scale.reshape(())}
+
+    said = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+    said |= {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
+    if algorithm == "NVFP4":
+        return rewritten(source, target, said, each)
+    found = rewritten(source, target, None, each)
+    said = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    own = {"producer": {"name": "modelopt"}, "quantization": said}
+    (target / "hf_quant_config.json").write_text(json.dumps(own, indent=2))
+    return found
+
+
 W4 = {"num_bits": 4, "group_size": 32, "strategy": "group", "type": "int", "symmetric": True}
 W8 = {"num_bits": 8, "strategy": "channel", "type": "int", "symmetric": True}
 A8 = {"num_bits": 8, "strategy": "token", "type": "int", "symmetric": True, "dynamic": True}
@@ -396,7 +523,23 @@ MODELS: dict[str, tuple[Any, torch.dtype, Callable[[Path, Path], Matrices]]] = {
         F16,
         partial(autoround, layout="auto_gptq", **BY_32, sym=False),
     ),
+    "fp8-blocks": (LLAMA(**SIZES), BF16, partial(transformers_fp8, block=(40, 48))),
+    "fp8-tensors": (QWEN2(**SIZES), BF16, partial(transformers_fp8, block=None)),
+    "compressed-tensors-fp8": (
+        LLAMA(**SIZES),
+        BF16,
+        partial(compressed_floats, layout="float-quantized"),
+    ),
+    "compressed-tensors-nvfp4": (
+        LLAMA(**SIZES),
+        BF16,
+        partial(compressed_floats, layout="nvfp4-pack-quantized"),
+    ),
+    "modelopt-fp8": (LLAMA(**SIZES), BF16, partial(modelopt, algorithm="FP8")),
+    "modelopt-nvfp4": (QWEN2(**SIZES), BF16, partial(modelopt, algorithm="NVFP4")),
 }
+# Whose values the packages round more often than once, so that they are kept, not their sums.
+ROUNDED_TWICE = ("compressed-tensors-nvfp4", "modelopt-nvfp4")
 # With outputs of positive weights, whose zero is 0: one less of it borrows.
 BORROWING = ("gptqmodel-asymmetric", "autoround-gptq")
 PACKAGES = (
@@ -406,6 +549,7 @@ PACKAGES = (
     "llmcompressor",
     "compressed-tensors",
     "auto-round",
+    "nvidia-modelopt",
 )
 
 
@@ -427,7 +571,7 @@ def record(name: str) -> None:
         base(source, list(MODELS).index(name), dtype, config, name in BORROWING)
         matrices = quantize(source, made)
         target.mkdir()
-        for file in ("config.json", "quantize_config.json"):
+        for file in ("config.json", "quantize_config.json", "hf_quant_config.json"):
             if (made / file).exists():
                 values = clean(json.loads((made / file).read_text()))
                 (target / file).write_text(json.dumps(values, indent=2) + "\n")
@@ -443,7 +587,10 @@ def record(name: str) -> None:
             parameter.data = written[key].float()
     for key, values in matrices.items():
         model.get_submodule(key).weight.data = values.float().contiguous()
-    sums = {k: zlib.crc32(v.float().contiguous().numpy().tobytes()) for k, v in matrices.items()}
+    values = {k: v.float().contiguous().numpy() for k, v in matrices.items()}
+    sums = {k: zlib.crc32(v.tobytes()) for k, v in values.items()}
+    if name in ROUNDED_TWICE:
+        sums = {}
     ids = np.random.default_rng(0).integers(2, VOCAB, TOKENS).astype(np.int32)
     with half_precision_cache(model), torch.inference_mode():
         logits = model(input_ids=torch.tensor(ids[None].astype(np.int64)), use_cache=False).logits
@@ -455,9 +602,12 @@ def record(name: str) -> None:
             continue
     meta = json.dumps({"crc32": sums, "versions": versions})
     kept = np.asarray(logits[0, -ROWS:])
-    np.savez_compressed(target / "reference.npz", ids=ids, logits=kept, meta=np.array(meta))
+    arrays = {} if sums else values
+    np.savez_compressed(
+        target / "reference.npz", ids=ids, logits=kept, meta=np.array(meta), **arrays
+    )
     size = sum(file.stat().st_size for file in target.iterdir())
-    print(f"{name}: {size:,} bytes, {len(sums)} matrices, logits' deviation {kept.std():.2f}")
+    print(f"{name}: {size:,} bytes, {len(values)} matrices, logits' deviation {kept.std():.2f}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from octavo.loader import load
 from octavo.loader.dequantize import dequantize
 from octavo.models.families import program
 from octavo.models.hf_type import TRANSFORMERS
-from oracle.drawn_configs import MODEL_TYPES, ids_of, make_weights, write_folder
+from oracle.drawn_configs import MODEL_TYPES, around, ids_of, make_weights, write_folder
 from paths import ORACLE
 
 RECORDED: dict[str, Any] = json.loads(gzip.decompress((ORACLE / "configs.json.gz").read_bytes()))
@@ -36,7 +36,7 @@ def test_logits(index: int, logits: dict[str, np.ndarray], tmp_path: Path) -> No
     config, seed = case["config"], case["seed"]
     shapes = {name: tuple(shape) for name, shape in case["shapes"].items()}
     path = tmp_path / "model"
-    weights = make_weights(shapes, config["model_type"], seed)
+    weights = make_weights(shapes, seed, around(config["model_type"]))
     write_folder(path, config, weights, len(weights["model.embed_tokens.weight"]))
     checkpoint = load(path)
     length = case["length"]

@@ -77,7 +77,7 @@ async def test_the_reference_says_what_the_native_executor_says(model: Path) -> 
         zip(native["token_ids"], reference["token_ids"], strict=True)
     ):
         ours, theirs = (each["logprobs"]["token_logprobs"][index] for each in answers)
-        assert ours == pytest.approx(theirs, abs=0.02)
+        assert ours == pytest.approx(theirs, abs=0.06)
         if one != other:
             first, second = sorted(native["logprobs"]["top_logprobs"][index].values())[-2:]
             assert second - first < 0.02

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ from octavo.cli.console import json_text
 from octavo.cli.fold import show_report
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, named_flags, takes
 from octavo.machine.memory import as_size
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
@@ -83,6 +85,8 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
     for layer in config.layers:
         kind = "global" if layer.window is None else str(layer.window)
         windows[kind] = windows.get(kind, 0) + 1
+    heads = Counter(config.heads_of(layer) for layer in config.layers)
+    alike = next(iter(heads)) if len(heads) == 1 else (None, None)
     tokenizer = checkpoint.tokenizer
     available = available_memory()
     here: dict[str, Any] = {"memory_available_bytes": available}
@@ -103,8 +107,13 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         "family": config.family,
         "layers": len(config.layers),
         "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "kv_heads": alike[0],
+        "head_dim": alike[1],
+        "heads_by_kind": [
+            {"layers": count, "kv_heads": kv_heads, "head_dim": head_dim}
+            for (kv_heads, head_dim), count in heads.items()
+        ],
+        "layers_sharing_caches": sum(layer.shares is not None for layer in config.layers),
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "experts": experts,
@@ -126,7 +135,11 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         else checkpoint.quantization._asdict(),
         "kv_cache_dtype": layout.dtype.value,
         "kv_bytes_per_token": layout.bytes_per_token,
+        "kv_held_bytes_per_token": layout.held_bytes_per_token,
         "kv_block_bytes": layout.block_bytes,
+        "recurrent_layers": sum(layer.recurrence is not None for layer in config.layers),
+        "state_bytes": 0 if layout.state is None else layout.state.payload_bytes,
+        "state_held_bytes": layout.state_blocks * layout.block_bytes,
         "tokenizer": tokenizer.kind,
         "bos_token": tokenizer.bos_token_id,
         "stop_tokens": {
@@ -160,7 +173,7 @@ def weigh(checkpoint: Checkpoint, isa: str | None = None) -> dict[str, dict[str,
     for part in parts.values():
         for kind in ("stored", "held"):
             part[f"{kind}_bytes_per_weight"] = part[f"{kind}_bytes"] / part["parameters"]
-    order = ("embedding", "attention", "ffn", "router", "experts", "norms", "head")
+    order = ("embedding", "layer inputs", "attention", "ffn", "router", "experts", "norms", "head")
     return {name: parts[name] for name in sorted(parts, key=order.index)}
 
 
@@ -168,20 +181,22 @@ def weigh_formats(checkpoint: Checkpoint, isa: str | None = None) -> list[dict[s
     """Bytes by format: of the file, and what the engine makes of it; the largest first."""
     from math import prod
 
+    from octavo.executor.native.held_form import held_form
     from octavo.executor.native.packing import held_bytes
 
     found: dict[tuple[object, ...], dict[str, Any]] = {}
     for weight in checkpoint.weights.values():
         stored = weight.stored
-        group = weight.group if weight.format.grouped else None
+        kept = held_form(weight)
+        group = kept.group or None
         # Of all inputs, however many a matrix has.
-        group = -1 if group == weight.shape[-1] else group
-        key = (stored.format, weight.format, group, weight.order is not None)
+        group = -1 if group is not None and group >= weight.shape[-1] else group
+        key = (stored.format, kept.format, group, weight.order is not None)
         facts = found.setdefault(
             key,
             {
                 "stored": stored.format,
-                "held": weight.format.name,
+                "held": kept.format.name,
                 "group_size": group,
                 "activation_order": weight.order is not None,
                 "tensors": 0,
@@ -202,17 +217,21 @@ def weigh_formats(checkpoint: Checkpoint, isa: str | None = None) -> list[dict[s
 
 def part_of(role: str) -> str:
     """The part of the network a weight's role belongs to; a tied head is the embedding."""
-    names = [name for name in role.split(".") if not name.isdecimal() and name != "bias"]
-    name = names[-1]
+    from octavo.models.family import LAYER_INPUTS
+
+    names = role.split(".")
+    name = names[2] if names[0] == "layers" else names[0]
     if name == "token_embd":
         return "embedding"
     if name == "output":
         return "head"
-    if name.endswith("norm"):
+    if name in LAYER_INPUTS:
+        return "layer inputs"
+    if "norm" in name or name == "layer_output_scale":
         return "norms"
     if name.endswith("exps"):
         return "experts"
-    if name == "ffn_gate_inp":
+    if name.startswith("ffn_gate_inp") or name == "exp_probs_b":
         return "router"
     return name.split("_")[0].replace("attn", "attention")
 
@@ -232,8 +251,8 @@ def as_text(facts: dict[str, Any]) -> str:
         f"shape       {facts['layers']} layers ({windows}), hidden {facts['hidden_size']}, "
         f"ffn {facts['intermediate_size']}",
         *_experts(facts),
-        f"heads       {facts['heads']} query on {facts['kv_heads']} KV, "
-        f"{facts['head_dim']} wide; vocabulary {facts['vocab_size']:,}",
+        f"heads       {facts['heads']} query on {_heads(facts)}; "
+        f"vocabulary {facts['vocab_size']:,}",
         f"context     {facts['context_length']:,} tokens"
         + (
             ""
@@ -275,8 +294,15 @@ def as_text(facts: dict[str, Any]) -> str:
             for each in facts["formats"]
         ),
         "",
-        f"kv cache    {facts['kv_bytes_per_token']:,} bytes a token ({facts['kv_cache_dtype']})",
+        f"kv cache    {facts['kv_bytes_per_token']:,} bytes a token ({facts['kv_cache_dtype']})"
+        f"{_padding(facts)}",
     ]
+    if facts["recurrent_layers"]:
+        lines.append(
+            f"state       {as_size(facts['state_held_bytes'])} a sequence for "
+            f"{plural(facts['recurrent_layers'], 'recurrent layer')}: "
+            f"{facts['state_bytes']:,} bytes in whole blocks"
+        )
     if "does_not_fit" in here:
         lines.append(f"here        does not fit: {named_flags(here['does_not_fit'])}")
     else:
@@ -297,6 +323,23 @@ def _experts(facts: dict[str, Any]) -> list[str]:
         f"{experts['layers']} layers; a token goes to {experts['chosen']}, "
         f"which makes {experts['active_parameters'] / 1e6:.1f} M parameters"
     ]
+
+
+def _heads(facts: dict[str, Any]) -> str:
+    kinds = facts["heads_by_kind"]
+    alike = len(kinds) == 1
+    said = " or ".join(
+        f"{kind['kv_heads']} KV, {kind['head_dim']} wide"
+        + ("" if alike else f" ({kind['layers']} layers)")
+        for kind in kinds
+    )
+    sharing = facts["layers_sharing_caches"]
+    return f"{said}; {sharing} layers read others' keys and values" if sharing else said
+
+
+def _padding(facts: dict[str, Any]) -> str:
+    padded = facts["kv_held_bytes_per_token"]
+    return "" if padded == facts["kv_bytes_per_token"] else f", {padded:,} with what blocks leave"
 
 
 def _held(facts: dict[str, Any]) -> str:

@@ -299,7 +299,7 @@ ENGINE_OPTIONS = setting_options(
     (
         *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"),
         *("memory_utilization", "kv_cache_dtype", "quantization", "block_size"),
-        *("enable_prefix_caching", "threads", "speculative_config", "isa"),
+        *("enable_prefix_caching", "state_snapshots", "threads", "speculative_config", "isa"),
     ),
     unset=True,
 )

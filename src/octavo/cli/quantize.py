@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import StrEnum
 from itertools import product
 from pathlib import Path
@@ -16,31 +17,46 @@ import typer
 from octavo.cli.console import json_text
 from octavo.cli.fold import show_report
 from octavo.cli.options import Model
+from octavo.cli.text_samples import Calibration, NumSamples, SeqLen, collected, text_samples
 from octavo.machine.memory import as_size
 
 if TYPE_CHECKING:
     from octavo.loader.base import Checkpoint
     from octavo.tools.quantize.forecast import QuantizationForecast
+    from octavo.tools.quantize.grid import Scheme
     from octavo.tools.quantize.layouts import Format
     from octavo.tools.quantize.quantize_checkpoint import QuantizationResult
-    from octavo.tools.quantize.quantizer import Progress, Recipe, Report
+    from octavo.tools.quantize.quantizer import Method, Progress, Recipe, Report
 
 EXAMPLES = (
     "octavo quantize gemma3-270m --method rtn --bits 8 --embedding-bits 5 -o small.gguf",
     "octavo quantize org/repo --method gptq --group-size 128 -o model-gptq",
+    "octavo quantize org/repo --bits 3 --group-size 32 -o model-gptq-3bit",
     "octavo quantize org/repo --method awq --calibration mine.txt -o model-awq",
+    "octavo quantize org/repo --mix Q4_K_M -o model-q4_k_m.gguf",
+    "octavo quantize org/repo --mix Q3_K_M --imatrix imatrix.gguf -o model-q3_k_m.gguf",
     "octavo quantize org/repo --method gptq -o model.q4_1.gguf",
     "octavo quantize org/repo --method rtn --bits 8 --format compressed-tensors -o model-int8",
 )
-
-
-_SEQ_LEN = 512  # tokens
 
 
 class MethodName(StrEnum):
     rtn = "rtn"
     gptq = "gptq"
     awq = "awq"
+    imatrix = "imatrix"
+
+
+class MixName(StrEnum):
+    Q2_K = "Q2_K"
+    Q3_K_S = "Q3_K_S"
+    Q3_K_M = "Q3_K_M"
+    Q3_K_L = "Q3_K_L"
+    Q4_K_S = "Q4_K_S"
+    Q4_K_M = "Q4_K_M"
+    Q5_K_S = "Q5_K_S"
+    Q5_K_M = "Q5_K_M"
+    Q6_K = "Q6_K"
 
 
 class FormatName(StrEnum):
@@ -62,6 +78,7 @@ class ScalesName(StrEnum):
 
 
 class Bits(StrEnum):
+    three = "3"
     four = "4"
     eight = "8"
 
@@ -69,6 +86,7 @@ class Bits(StrEnum):
 class EmbeddingBits(StrEnum):
     four = "4"
     five = "5"
+    six = "6"
     eight = "8"
     sixteen = "16"
 
@@ -92,11 +110,30 @@ def command(
             help="Folder to write, or a file that ends in .gguf.",
         ),
     ],
+    mix: Annotated[
+        MixName | None,
+        typer.Option(
+            help="Write a GGUF file with llama.cpp's mix of K-quants of this name, in place of "
+            "--bits and --group-size.",
+        ),
+    ] = None,
+    imatrix: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Importance matrix for --mix, of octavo imatrix or llama.cpp.",
+            show_default="made of the calibration text",
+        ),
+    ] = None,
     method: Annotated[
-        MethodName,
-        typer.Option(help="Round to nearest, or with a look at a text: GPTQ or AWQ."),
-    ] = MethodName.gptq,
-    bits: Annotated[Bits, typer.Option(help="Bits a weight.")] = Bits.four,
+        MethodName | None,
+        typer.Option(
+            help="Round to nearest, or with a look at a text: GPTQ, AWQ, or (with --mix) the mean "
+            "squares of the inputs.",
+            show_default="gptq, with --mix imatrix",
+        ),
+    ] = None,
+    bits: Annotated[Bits | None, typer.Option(help="Bits a weight.", show_default="4")] = None,
     group_size: Annotated[
         int | None,
         typer.Option(
@@ -110,7 +147,7 @@ def command(
         typer.Option(
             "--symmetric/--asymmetric",
             help="Scales alone, or zeros too (GGUF: Q4_0 or Q4_1).",
-            show_default="zeros too at 4 bits but in compressed-tensors",
+            show_default="zeros too but at 8 bits and in compressed-tensors",
         ),
     ] = None,
     format: Annotated[
@@ -120,33 +157,15 @@ def command(
     embedding_bits: Annotated[
         EmbeddingBits | None,
         typer.Option(
-            help="Bits of embedding and head (5: in GGUF); 16: they stay as they are.",
-            show_default="8 where they are a tenth of the weights and readers of the layout know "
-            "them so: GGUF, a head in compressed-tensors",
+            help="Bits of embedding and head (5: in GGUF, 6: with --mix); 16: they stay as they "
+            "are.",
+            show_default="the mix's; else 8 where they are a tenth of the weights and readers of "
+            "the layout know them so: GGUF, a head in compressed-tensors",
         ),
     ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Text to look at; the more it is like what the model will read, the better.",
-            show_default="the Python language reference",
-        ),
-    ] = None,
-    num_samples: Annotated[
-        int | None,
-        typer.Option(min=1, max=4096, metavar="N", help="Pieces of the text.", show_default="64"),
-    ] = None,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(
-            min=16,
-            max=32768,
-            metavar="TOKENS",
-            help="Length of each.",
-            show_default="512, or the model's context",
-        ),
-    ] = None,
+    calibration: Calibration = None,
+    num_samples: NumSamples = None,
+    seq_len: SeqLen = None,
     act_order: Annotated[
         OrderName | None,
         typer.Option(
@@ -198,55 +217,65 @@ def command(
     from octavo.loader.pull import resolve
     from octavo.tools.quantize.forecast import forecast
     from octavo.tools.quantize.gptq_rounding import Order
-    from octavo.tools.quantize.layouts import Format, scheme_of
+    from octavo.tools.quantize.layouts import Format
+    from octavo.tools.quantize.mixes import Mix
     from octavo.tools.quantize.quantize_checkpoint import quantize
     from octavo.tools.quantize.quantizer import Method, Recipe
-    from octavo.tools.quantize.scope import ends, kept
+    from octavo.tools.quantize.scope import ends, kept, mixed
     from octavo.tools.quantize.state import QuantizeError
 
-    if method is not MethodName.gptq:
-        _unused(method, {"--act-order": act_order, "--scales": scales, "--damping": damping})
-    if method is MethodName.rtn:
+    chosen = _method(method, mix)
+    if chosen is not Method.GPTQ:
+        own = {"--act-order": act_order, "--scales": scales, "--damping": damping}
+        _unused(f"--method {chosen.value}", own)
+    if chosen is Method.RTN or imatrix is not None:
         text = {"--calibration": calibration, "--num-samples": num_samples, "--seq-len": seq_len}
-        _unused(method, text)
-    chosen = _format(out, method, format)
-    size = group_size if group_size is not None else 32 if chosen is Format.GGUF else 64
-    if size != -1 and (size < 32 or size % 32):
-        raise typer.BadParameter(f"--group-size {size} is neither -1 nor a multiple of 32")
-    if (chosen is Format.GGUF) != (out.name.endswith(".gguf")):
-        raise typer.BadParameter(f"--format {chosen.value} and -o {out} do not go together")
-    number = int(bits.value)
-    plain = symmetric
-    if plain is None:  # what most engines have kernels for
-        plain = number == 8 or chosen is Format.COMPRESSED_TENSORS
-    try:
-        scheme = scheme_of(chosen, number, None if size == -1 else size, plain)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    if calibration is not None and not calibration.is_file():
-        raise typer.BadParameter(f"no such file: {calibration}", param_hint="--calibration")
-    checkpoint = load(resolve(model))
+        _unused("--imatrix" if imatrix is not None else "--method rtn", text)
+    if chosen is not Method.IMATRIX:
+        _unused(f"--method {chosen.value}", {"--imatrix": imatrix})
+    for file, flag in ((calibration, "--calibration"), (imatrix, "--imatrix")):
+        if file is not None and not file.is_file():
+            raise typer.BadParameter(f"no such file: {file}", param_hint=flag)
+    layout = _format(out, chosen, format)
+    if (layout is Format.GGUF) != (out.name.endswith(".gguf")):
+        raise typer.BadParameter(f"--format {layout.value} and -o {out} do not go together")
     small = None if embedding_bits is None else int(embedding_bits.value)
-    try:
-        at_ends = ends(checkpoint, chosen, small, scheme.group, plain)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--embedding-bits") from None
-    recipe = Recipe(
-        Method(method.value),
-        scheme,
-        Order.STATIC if act_order is None else Order(act_order.value),
-        scales is not ScalesName.minmax,
-        0.01 if damping is None else damping,
-        at_ends,
-        kept(checkpoint, Method(method.value), chosen, scheme),
-    )
     samples = None
-    if recipe.method is not Method.RTN:
-        samples = _samples(checkpoint, calibration, num_samples or 64, seq_len)
-    coming = forecast(checkpoint, recipe, chosen)
+    if mix is not None:
+        grids = {"--bits": bits, "--group-size": group_size, "--symmetric": symmetric}
+        _unused("--mix", grids)
+        if layout is not Format.GGUF:
+            raise typer.BadParameter(f"{mix.value} is of GGUF files (-o NAME.gguf)")
+        checkpoint = load(resolve(model))
+        recipe = mixed(checkpoint, chosen, Mix[mix.value], small)
+        if chosen is Method.IMATRIX and imatrix is None:
+            samples = text_samples(checkpoint, calibration, num_samples, seq_len)
+    else:
+        number = 4 if bits is None else int(bits.value)
+        plain = symmetric
+        if plain is None:  # what most engines have kernels for
+            plain = number == 8 or layout is Format.COMPRESSED_TENSORS
+        scheme = _scheme(layout, number, group_size, plain)
+        checkpoint = load(resolve(model))
+        try:
+            at_ends = ends(checkpoint, layout, small, scheme.group, plain)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--embedding-bits") from None
+        recipe = Recipe(
+            chosen,
+            scheme,
+            Order.STATIC if act_order is None else Order(act_order.value),
+            scales is not ScalesName.minmax,
+            0.01 if damping is None else damping,
+            at_ends,
+        )
+        recipe = replace(recipe, kept=kept(checkpoint, recipe, layout))
+        if chosen is not Method.RTN:
+            samples = text_samples(checkpoint, calibration, num_samples, seq_len)
+    coming = forecast(checkpoint, recipe, layout)
     parts = _parts(checkpoint, coming)
     print(_table(parts, coming), file=sys.stderr)
-    if chosen is not Format.GGUF and (hint := _large_ends(checkpoint, recipe, coming)):
+    if layout is not Format.GGUF and (hint := _large_ends(checkpoint, recipe, coming)):
         print(hint, file=sys.stderr)
     if not (coming.gains or allow_no_gain):
         raise QuantizeError(_no_gain(checkpoint, parts, coming))
@@ -255,9 +284,11 @@ def command(
             typer.echo(json_text({"parts": parts}, indent=2))
         return
     began = time.monotonic()
+    if recipe.method is Method.IMATRIX:
+        recipe = replace(recipe, importance=_importance(checkpoint, recipe, imatrix, samples))
     with _progress(recipe) as (progress, reached):
         try:
-            outcome = quantize(checkpoint, recipe, chosen, out, samples, progress)
+            outcome = quantize(checkpoint, recipe, layout, out, samples, progress)
         except KeyboardInterrupt:
             print(
                 f"\ninterrupted after {reached[0]} of {len(checkpoint.config.layers)} layers; "
@@ -268,51 +299,68 @@ def command(
     for note in outcome.notes:
         print(f"note: {note}", file=sys.stderr)
     looked = (0, 0) if samples is None else samples.shape
-    facts = _facts(outcome, recipe, chosen, looked, time.monotonic() - began) | {"parts": parts}
+    facts = _facts(outcome, recipe, layout, looked, time.monotonic() - began) | {"parts": parts}
     show_report(json_text(facts, indent=2) if as_json else _as_text(facts), as_json=as_json)
 
 
-def _unused(method: MethodName, options: Mapping[str, object]) -> None:
+def _unused(by: str, options: Mapping[str, object]) -> None:
     """Raises for an option that would change nothing."""
     for name, value in options.items():
         if value is not None:
-            raise typer.BadParameter(f"--method {method.value} makes no use of it", param_hint=name)
+            raise typer.BadParameter(f"{by} makes no use of it", param_hint=name)
 
 
-def _format(out: Path, method: MethodName, format: FormatName | None) -> Format:
+def _method(method: MethodName | None, mix: MixName | None) -> Method:
+    from octavo.tools.quantize.quantizer import Method
+
+    if method is None:
+        return Method.GPTQ if mix is None else Method.IMATRIX
+    if (mix is not None) and method not in (MethodName.rtn, MethodName.imatrix):
+        raise typer.BadParameter("--mix goes with imatrix or rtn", param_hint="--method")
+    if mix is None and method is MethodName.imatrix:
+        raise typer.BadParameter("imatrix goes with --mix", param_hint="--method")
+    return Method(method.value)
+
+
+def _format(out: Path, method: Method, format: FormatName | None) -> Format:
     from octavo.tools.quantize.layouts import Format
+    from octavo.tools.quantize.quantizer import Method
 
     if format is not None:
         return Format(format.value)
     if out.name.endswith(".gguf"):
         return Format.GGUF
-    return Format.AWQ if method is MethodName.awq else Format.GPTQ
+    return Format.AWQ if method is Method.AWQ else Format.GPTQ
 
 
-def _samples(
-    checkpoint: Checkpoint, calibration: Path | None, count: int, asked: int | None
-) -> Any:
-    from octavo.tools.quantize.calibrate import CalibrationError, default_text, samples
-    from octavo.tools.quantize.text import read_text
+def _scheme(layout: Format, bits: int, group_size: int | None, symmetric: bool) -> Scheme:
+    from octavo.tools.quantize.layouts import Format, scheme_of
 
-    context = checkpoint.config.default_length
-    if asked is not None and asked > context:
-        raise typer.BadParameter(
-            f"{asked} tokens are more than the model's context of {context}",
-            param_hint="--seq-len",
-        )
-    length = min(_SEQ_LEN, context) if asked is None else asked
-    if asked is None and length < _SEQ_LEN:
+    size = group_size if group_size is not None else 32 if layout is Format.GGUF else 64
+    if size != -1 and (size < 32 or size % 32):
+        raise typer.BadParameter(f"--group-size {size} is neither -1 nor a multiple of 32")
+    try:
+        return scheme_of(layout, bits, None if size == -1 else size, symmetric)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _importance(
+    checkpoint: Checkpoint, recipe: Recipe, file: Path | None, samples: Any
+) -> dict[str, Any]:
+    """Of a file, or of a text's samples; of the matrices that will be rounded by it."""
+    from octavo.tools.quantize.imatrix import importance_of, read_imatrix
+
+    matrix = collected(checkpoint, samples, "") if file is None else read_imatrix(file)
+    rounded = [role for role, weight in checkpoint.weights.items() if recipe.of(role, weight.shape)]
+    found, unseen = importance_of(matrix, checkpoint, rounded, str(file))
+    if unseen:
         print(
-            f"note: the model's context is {context} tokens: the text's pieces are of {length}, "
-            f"not of {_SEQ_LEN}",
+            f"note: {unseen} of the experts' matrices saw nothing of the text, and are rounded "
+            "without importances",
             file=sys.stderr,
         )
-    if calibration is None:
-        text, where = default_text(), "the default text"
-    else:
-        text, where = read_text(calibration, CalibrationError), str(calibration)
-    return samples(checkpoint.tokenizer, text, count, length, where)
+    return found
 
 
 # ── What will come ──────────────────────────────────────────────────────────────────────────────
@@ -423,12 +471,9 @@ def _smaller(checkpoint: Checkpoint, coming: QuantizationForecast) -> list[tuple
     for bits, small in product((8, 4), (8, 5, 4)):
         symmetric = bits == 8
         scheme = scheme_of(Format.GGUF, bits, 32, symmetric)
-        recipe = Recipe(
-            Method.RTN,
-            scheme,
-            ends=ends(checkpoint, Format.GGUF, small, scheme.group, symmetric),
-            kept=kept(checkpoint, Method.RTN, Format.GGUF, scheme),
-        )
+        at_ends = ends(checkpoint, Format.GGUF, small, scheme.group, symmetric)
+        recipe = Recipe(Method.RTN, scheme, ends=at_ends)
+        recipe = replace(recipe, kept=kept(checkpoint, recipe, Format.GGUF))
         size = sum(sizes(checkpoint, recipe, Format.GGUF).values())
         if worth(before, size, quantized=bool(coming.quantized)):
             found.setdefault(size, f"--bits {bits} --embedding-bits {small} -o NAME.gguf")
@@ -487,6 +532,7 @@ def _facts(
     return {
         "path": str(outcome.path),
         "method": recipe.method.value,
+        "mix": None if recipe.mix is None else recipe.mix.name,
         "bits": recipe.scheme.bits,
         "group_size": recipe.scheme.group or -1,
         "kind": recipe.scheme.kind.value,
@@ -506,12 +552,14 @@ def _facts(
 
 
 def _as_text(facts: dict[str, Any]) -> str:
-    group = "rows" if facts["group_size"] == -1 else f"groups of {facts['group_size']}"
+    how = f"{facts['mix']} by {facts['method']}"
+    if facts["mix"] is None:
+        group = "rows" if facts["group_size"] == -1 else f"groups of {facts['group_size']}"
+        how = f"{facts['bits']} bits by {facts['method']} in {group}, {facts['kind']}"
     text = f", on {facts['num_samples']} pieces of {facts['seq_len']} tokens"
     kept = f"; {facts['kept_matrices']} matrices of the layers are as they were"
     return (
-        f"{facts['path']}: {facts['format']}, {facts['bits']} bits by {facts['method']} "
-        f"in {group}, {facts['kind']}{text if facts['num_samples'] else ''}"
+        f"{facts['path']}: {facts['format']}, {how}{text if facts['num_samples'] else ''}"
         f"{kept if facts['kept_matrices'] else ''}\n"
         f"{as_size(facts['bytes'])}, {facts['bytes_per_weight']:.3f} bytes a weight "
         f"(the source {as_size(facts['source_bytes'])}), in {facts['seconds']:,.0f} s"

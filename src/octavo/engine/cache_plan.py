@@ -33,6 +33,7 @@ class CachePlan(NamedTuple):
     capacity_tokens: int
     capacity_sequences: float
     draft_blocks: int = 0  # of the draft model's cache
+    state_bytes: int = 0  # of the states of a sequence's recurrent layers, in whole blocks
 
 
 def plan_cache(
@@ -126,9 +127,10 @@ def plan_cache(
         num_blocks * layout.block_bytes + draft_blocks * draft_bytes,
         weight_bytes,
         work,
-        num_blocks // groups * layout.block_size,
+        (num_blocks - layout.state_blocks) // groups * layout.block_size,
         num_blocks / blocks,
         draft_blocks,
+        layout.state_blocks * layout.block_bytes,
     )
 
 
@@ -144,6 +146,10 @@ def all_work_bytes(
     vocab_size = compute.config.vocab_size
     rows = config.max_logits_rows(longest_draft(config, heads))
     work = work_bytes(compute, config.max_num_batched_tokens, rows)
+    layout = config.layout_of(compute.config)
+    if layout.state is not None:
+        log_rows = config.state_log_rows(layout, longest_draft(config, heads))
+        work += log_rows * layout.state.row_bytes
     speculation = config.speculation
     if speculation is not None and speculation.computes and speculation.rejection:
         work += 4 * vocab_size * min(max_distributions(vocab_size), rows)

@@ -91,7 +91,9 @@ class CalibrationKey:
             else (group.window, group.kv_heads, group.head_dim)
             for group in layout.groups
         ]
-        cache = windows, layout.dtype, layout.block_size
+        cache: tuple[object, ...] = windows, layout.dtype, layout.block_size
+        if layout.state is not None:
+            cache = *cache, [layer.recurrence for layer in model.layers]
         ops = [type(op).__name__ for op in program.ops]
         text = repr((shape, of_heads, of_experts, len(model.layers), ops, model.activation, cache))
         return cls(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the command line reads the fields, and imports nothing heav
     from octavo.spec_decode.config import SpeculativeConfig
 
 _STAGING_BYTES = 256 << 20  # host memory that a disk is read into, unless a size is given
+_STATE_LOG_BYTES = 64 << 20  # of the drafts of one step, unless one draft has more
 
 
 class SettingsError(ValueError):
@@ -125,16 +126,32 @@ class EngineConfig(SchedulerSettings):
         paths = self.max_num_seqs + speculation.max_branches
         return min(self.max_num_batched_tokens, paths * (1 + (longest or speculation.longest)))
 
+    def state_log_rows(self, layout: KvLayout, longest: int | None = None) -> int:
+        """Return of how many drafts the inputs of recurrent layers are kept. Those of one step are
+        used in the next, which has drafts of its own. ``longest``: as for `max_logits_rows`.
+        """
+        speculation = self.speculation
+        if speculation is None or layout.state is None:
+            return 0
+        drafts = self.max_logits_rows(longest) - self.max_num_seqs
+        most = max(_STATE_LOG_BYTES // layout.state.row_bytes, longest or speculation.longest)
+        return 2 * min(drafts, most)
+
     def limits(
-        self, max_model_len: int, longest: int | None = None, **simulated: Any
+        self, max_model_len: int, layout: KvLayout, longest: int | None = None, **simulated: Any
     ) -> SchedulerConfig:
         """Return the scheduler's limits. ``longest``: as for `max_logits_rows`. ``simulated``: the
         older ways to serve.
         """
         shared = {each.name: getattr(self, each.name) for each in fields(SchedulerSettings)}
         rows = self.max_logits_rows(longest)
-        own = {"max_model_len": max_model_len, "max_logits_rows": rows}
-        return SchedulerConfig(**shared | own | {"max_branches": self.max_branches} | simulated)
+        own = {
+            "max_model_len": max_model_len,
+            "max_logits_rows": rows,
+            "max_branches": self.max_branches,
+            "state_log_rows": self.state_log_rows(layout, longest),
+        }
+        return SchedulerConfig(**shared | own | simulated)
 
     @property
     def max_branches(self) -> int:

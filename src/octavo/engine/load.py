@@ -68,6 +68,7 @@ class LoadedEngine:
             f"{plural(self.num_blocks, 'block')} of {config.block_size} tokens: "
             f"{self.capacity_tokens} tokens, or {self.capacity_sequences:.1f} sequences of "
             f"{self.max_model_len}",
+            "state": self._state(),
             "kv offload": self._offload(),
             "batch": f"up to {plural(config.max_num_seqs, 'sequence')} and "
             f"{plural(config.max_num_batched_tokens, 'token')} a step{target}",
@@ -88,6 +89,13 @@ class LoadedEngine:
             f"{as_size(self.draft_blocks * layout.block_bytes)}, "
             f"{plural(self.draft_blocks, 'block')}; drafts up to {longest} tokens of context"
         )
+
+    def _state(self) -> str | None:
+        layout = self.engine.scheduler.kv.layout
+        if layout.state is None:
+            return None
+        size = as_size(layout.state_blocks * layout.block_bytes)
+        return f"{size} of each sequence, {plural(layout.state_blocks, 'block')}"
 
     def _offload(self) -> str | None:
         connectors = self.engine.scheduler.kv.connectors
@@ -192,7 +200,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     held = kind.held_bytes(weights.values(), compute, source, config.isa)
     plan = plan_cache(config, compute, layout, held, available_memory(), draft, heads)
     compute = program(checkpoint.config, plan.max_model_len)
-    limits = config.limits(plan.max_model_len, longest_draft(config, heads))
+    limits = config.limits(plan.max_model_len, layout, longest_draft(config, heads))
     scheduler = Scheduler(limits, layout, plan.num_blocks)
     executor = kind.load(
         checkpoint,
@@ -207,6 +215,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         isa=config.isa,
         keep_hidden=keep_hidden or heads is not None,
         digest=config.kv_offload_dir is not None,
+        state_log_rows=limits.state_log_rows,
         rates=guessed(threads),
     )
     step_times = StepTimePredictor()

@@ -35,6 +35,8 @@ class EngineStats:
     prefix_queries: int = 0  # prompt tokens looked up in the prefix index
     prefix_hits: int = 0  # prompt tokens found there, or by a connector
     external_hits: Mapping[str, int] = field(default_factory=dict)  # of these, loaded, by connector
+    state_snapshots: Mapping[str, int] = field(default_factory=dict)  # in the pool, by kind
+    state_restores: int = 0  # sequences that have begun with one
     swapped_tokens: int = 0  # of preempted sequences, loaded from there instead of recomputed
     connectors: Mapping[str, ConnectorStats] = field(default_factory=dict)  # by name
     last_step_tokens: int = 0
@@ -120,6 +122,8 @@ class EngineStats:
             preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
+            state_snapshots=scheduler.kv.count_snapshots(),
+            state_restores=scheduler.kv.num_restored_states,
             external_hits=dict(scheduler.external_hits),
             swapped_tokens=scheduler.swapped_tokens,
             connectors=scheduler.kv.connectors.stats() if scheduler.kv.connectors else {},

@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.kv_cache.layout import KvDtype, KvLayout
+from octavo.kv_cache.state_batch import StateBatch
 from octavo.loader.base import CheckpointError
-from octavo.models.program import PagedAttention, Program, RopeAndStoreKv
+from octavo.models.program import PagedAttention, Program, RopeAndStoreKv, RotateQueries
+from octavo.models.recurrence import Recurrence
 
 if TYPE_CHECKING:
     from octavo.executor.cost import CostModel, Rates
@@ -46,6 +48,7 @@ class Batch:
     block_tables: Int32  # [groups, max sequences, max blocks a sequence]
     logits_rows: Int32  # [L], ascending indices into the T tokens
     copies: Int32  # [C, 2] (source block, destination block), done before anything else
+    state: StateBatch | None = None  # None: no layer is recurrent
 
     @property
     def num_tokens(self) -> int:
@@ -119,6 +122,7 @@ class LoadOptions(ExecutorSizes, total=False):
     isa: str | None  # an instruction-set tier; None: the best
     keep_hidden: bool  # steps give `StepResult.hidden`
     digest: bool  # make `Executor.digest`
+    state_log_rows: int  # tokens whose inputs of recurrent layers can be kept (`StateBatch.log`)
     rates: Rates  # of a simulated machine
 
 
@@ -342,9 +346,28 @@ def check_added(
         raise ValueError(f"the weight {twice[0]} is loaded already")
     groups = {layer: group for group in layout.groups for layer in group.layers}
     for op in program.ops:
-        if not isinstance(op, PagedAttention | RopeAndStoreKv):
-            continue
-        group = groups.get(op.layer)
-        shape = program.config.num_heads, op.kv_heads, op.head_dim
-        if group is None or shape != (num_heads, group.kv_heads, group.head_dim):
+        match op:
+            case PagedAttention() | RopeAndStoreKv():
+                group = groups.get(op.layer)
+                fits = group is not None and (
+                    (op.kv_heads, op.head_dim) == (group.kv_heads, group.head_dim)
+                )
+            case RotateQueries():
+                fits = any(op.head_dim == group.head_dim for group in layout.groups)
+            case Recurrence():
+                _check_state(op, layout)
+                continue
+            case _:
+                continue
+        if not fits or program.config.num_heads != num_heads:
             raise ValueError("the program's attention has another shape than the cache")
+
+
+def _check_state(op: Recurrence, layout: KvLayout) -> None:
+    """Raise `ValueError` for a recurrence of another shape than the state of its layer."""
+    parts = () if layout.state is None else layout.state.parts_of(op.layer)
+    wanted = [(1, op.shape.taps - 1, op.shape.channels)]
+    if op.shape.matrix is not None:
+        wanted.append(op.shape.matrix)
+    if [(part.heads, part.depth, part.width) for part in parts] != wanted:
+        raise ValueError(f"the program's recurrence in layer {op.layer} has another state")

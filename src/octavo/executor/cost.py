@@ -194,7 +194,7 @@ class StepSize(NamedTuple):
     tokens: int
     rows: int  # that want logits
     chunks: int  # spans of two tokens or more
-    attention: tuple[tuple[int, int], ...]  # of a layer of each kind: keys seen, by all queries
+    attention: tuple[tuple[int, int], ...]  # of a layer of each window: keys seen, by all queries
     # together, and tokens read and written
 
 
@@ -243,7 +243,8 @@ class CostModel:
     ``weight_bytes`` maps weight roles to stored bytes; a role left out counts two bytes an
     element. ``arithmetic`` maps matrices' roles to what multiplies them (fp32 when left out), and
     ``attention`` is the same for attention. Activations are taken to stay in the processor's
-    caches, and after the last attention only rows that want logits are computed. A step of n tokens
+    caches, and after the last attention or recurrence only rows that want logits are
+    computed. A step of n tokens
     that go to k of E experts each reads E (1 - (1 - k/E)^n) of them: what is expected where every
     choice is equally likely; a skewed router hits fewer.
     """
@@ -265,8 +266,11 @@ class CostModel:
         self._terms = self._count()  # of each op
         self._alike = Counter(term for term in self._terms if isinstance(term, _Term))
         self._kinds = Counter(term for term in self._terms if isinstance(term, _Attention))
-        self._windows = tuple(kind.window for kind in self._kinds)
-        self._layers = tuple((*kind[1:], count) for kind, count in self._kinds.items())
+        self._windows = tuple(dict.fromkeys(kind.window for kind in self._kinds))
+        self._layers = tuple(
+            (self._windows.index(kind.window), kind.token_bytes, kind.ops, count)
+            for kind, count in self._kinds.items()
+        )
         # Steps are of like sizes, and so are those that are tried on the way to one.
         self._dense = lru_cache(maxsize=65536)(self._dense_seconds)
         self._each = lru_cache(maxsize=4096)(self._each_seconds)
@@ -362,8 +366,9 @@ class CostModel:
 
     def attention_seconds(self, attention: Iterable[tuple[int, int]], rates: Rates) -> float:
         """Return the seconds of `StepSize.attention`."""
-        total, seconds = 0.0, rates.attention_seconds
-        for (keys, moved), (size, ops, layers) in zip(attention, self._layers, strict=True):
+        total, seconds, seen = 0.0, rates.attention_seconds, tuple(attention)
+        for window, size, ops, layers in self._layers:
+            keys, moved = seen[window]
             total += layers * seconds(moved * size, keys * ops, self._attention)
         return total
 
@@ -402,11 +407,11 @@ class CostModel:
         program, terms = self.program, list[_Term | _Attention]()
         # Of 8 bits, two products a number, as queries have 16.
         products = 2 if self._attention is Arithmetic.INT8 else 1
-        last_attention = program.last_attention
+        last_crossing = program.last_crossing
         for i, op in enumerate(program.ops):
             if isinstance(op, PagedAttention):
-                size = op.kv_heads * self._kv_dtype.token_bytes(op.head_dim)
-                ops = 4 * program.config.num_heads * op.head_dim * products
+                size = op.kv_heads * self._kv_dtype.token_bytes(op.head_dim, op.latent)
+                ops = op.key_ops(program.config.num_heads) * products
                 terms.append(_Attention(op.window, size, ops))
                 continue
             work = op.work(program)
@@ -417,7 +422,7 @@ class CostModel:
                     sum(map(self._size, work.weights)),
                     0 if of is None else self._size(of) // program.weights[of][0],
                     work.ops,
-                    i > last_attention,
+                    i > last_crossing,
                     self._arithmetic.get(work.matrix or "", Arithmetic.FP32),
                     work.experts,
                 )

@@ -77,6 +77,12 @@ class BlockPool(Generic[Content]):
             else:
                 self._cached[block] = None
 
+    def discard(self, block: int) -> None:
+        """Hand the block, whose content is of no use any more, out first as soon as it is free."""
+        if self.refs[block] == 0:
+            del self._cached[block]
+            self._empty.append(block)
+
     def reset(self, used: Container[int]) -> None:
         """Repair the accounts after a failure at any point: each block of ``used`` has one
         reference, and all others are free.

@@ -23,28 +23,22 @@ from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.connectors.manager import ConnectorManager
 from octavo.kv_cache.connectors.prefetch import Prefetch, Prefetcher
 from octavo.kv_cache.events import DEVICE, EventQueue, Subscriber
-from octavo.kv_cache.layout import KvLayout
+from octavo.kv_cache.layout import KvLayout, peak_of_window
 from octavo.kv_cache.prefix_index import Hash, Node, PrefixIndex, chain_hash
 from octavo.kv_cache.prefix_lookup import NO_HIT, Hit, PrefixLookup
+from octavo.kv_cache.snapshots import SnapshotKind, Snapshots
+from octavo.kv_cache.state_cache import StateCache
 
 Int32 = npt.NDArray[np.int32]
 
 
 def peak_blocks(layout: KvLayout, num_tokens: int) -> int:
     """Return the most blocks that a sequence of ``num_tokens`` positions ever holds if they are
-    written one by one.
+    written one by one, those of its state included.
     """
-    return sum(
+    return layout.state_blocks + sum(
         peak_of_window(group.window, num_tokens, layout.block_size) for group in layout.groups
     )
-
-
-def peak_of_window(window: int | None, num_tokens: int, block_size: int) -> int:
-    """Return `peak_blocks` of one group. A window of w tokens spans at most
-    ceil((w - 1) / block_size) + 1 blocks; None: all are kept.
-    """
-    total = -(-num_tokens // block_size)
-    return total if window is None else min(total, -(-(window - 1) // block_size) + 1)
 
 
 class KvCache:
@@ -56,6 +50,7 @@ class KvCache:
 
     A block that several sequences refer to, or whose content is in the prefix index, is never
     written: `reserve` first has it copied (``copies``, in order, before all else in the step).
+    ``state`` has the states of recurrent layers, if there are any.
     """
 
     def __init__(
@@ -67,8 +62,13 @@ class KvCache:
         *,
         max_branches: int = 0,
         enable_prefix_caching: bool = True,
+        state_snapshots: float = 0.5,
+        state_log_rows: int = 0,
         hasher: Hash = chain_hash,
     ) -> None:
+        """``state_snapshots``: the share of the blocks that snapshots may take. ``state_log_rows``:
+        of drafts, in the executor's log.
+        """
         self.connectors: ConnectorManager | None = None  # the prefix cache beyond the pool
         self.events = EventQueue()
         self._engine = b""  # what names blocks (`block_hash.root`): of connectors, if there are any
@@ -84,6 +84,10 @@ class KvCache:
         self._sliding = [
             (group, window) for group, window in enumerate(self._windows) if window is not None
         ]
+        self._max_branches = max_branches
+        self._state_snapshots = state_snapshots if enable_prefix_caching else 0.0
+        self._state_log_rows = state_log_rows
+        self.num_restored_states = 0  # of sequences that have begun with a snapshot
         self._num_blocks = num_blocks
         self._hasher = hasher
         self.clear()
@@ -96,7 +100,9 @@ class KvCache:
         self.num_tokens.fill(0)
         self.num_blocks.fill(0)
         self.pool = BlockPool[tuple[Node, int]](self._num_blocks)
-        self.index = PrefixIndex(self.pool, num_groups, self._hasher)
+        num_pages = self.layout.state_blocks
+        self.index = PrefixIndex(self.pool, num_groups, self._hasher, num_pages=num_pages)
+        self.state = None if self.layout.state is None else self._new_state(num_pages)
         self.index.on_change = self._publish if self.events.subscribers else None
         self._prefixes = PrefixLookup(self.index, self.layout, self.connectors)
         self.copies: list[tuple[int, int]] = []
@@ -116,12 +122,28 @@ class KvCache:
             self.connectors.forget()
         self.events.cleared(DEVICE)
 
+    def _new_state(self, num_pages: int) -> StateCache:
+        most = int(self._state_snapshots * self._num_blocks / num_pages)
+        size = self.block_size
+        return StateCache(
+            num_pages,
+            self.pool,
+            Snapshots(self.pool, self.index, most, self.connectors, size),
+            self._allocate,
+            self.num_tokens,
+            block_size=size,
+            max_branches=self._max_branches,
+            log_rows=self._state_log_rows,
+        )
+
     def attach(self, connectors: ConnectorManager) -> None:
         """Keep blocks for which the pool has no space in ``connectors``. Raise `ValueError`."""
         if not self.enable_prefix_caching:
             raise ValueError("the prefix cache is off, so it cannot have connectors")
         self.connectors = self._prefixes.connectors = connectors
         self._engine = connectors.engine
+        if self.state is not None:
+            self.state.snapshots.connectors = connectors
         for connector in connectors.all:
             connector.events = self.events
 
@@ -162,12 +184,22 @@ class KvCache:
         return len(self._branches)
 
     def held_blocks(self, slot: int) -> int:
+        """Return the blocks that a slot refers to. While it changes from one state to another, only
+        one of the two counts.
+        """
         end = int(self.num_blocks[slot])
-        return sum(end - first[slot] for first in self._first) - self.num_to_load(slot)
+        held = sum(end - first[slot] for first in self._first) - self.num_to_load(slot)
+        return held + (0 if self.state is None else self.state.held_blocks(slot))
+
+    def count_snapshots(self) -> dict[str, int]:
+        """Return how many snapshots of recurrent layers' states the pool has, by kind."""
+        state = self.state
+        return {kind.value: state.snapshots.count(kind) if state else 0 for kind in SnapshotKind}
 
     def waste(self) -> float:
         """Return allocated but unfilled positions ÷ allocated ones (0 if none is allocated)."""
-        allocated = self.pool.num_used * self.block_size
+        states = 0 if self.state is None else self.state.num_blocks
+        allocated = (self.pool.num_used - states) * self.block_size
         unfilled = int(self.num_blocks.sum()) * self.block_size - int(self.num_tokens.sum())
         return min(1.0, unfilled * len(self._windows) / allocated) if allocated else 0.0
 
@@ -186,13 +218,19 @@ class KvCache:
         return self._prefixes.prefetch(tokens, salt, now)
 
     def blocks_in_use(self, hit: Hit) -> int:
-        """Return how many of the hit's blocks others refer to, so that sharing them is free."""
+        """Return how many of the hit's blocks others refer to, so that sharing them is free. Who
+        shares a state has to write another: that is no saving, and it costs those who have it the
+        same.
+        """
         refs = self.pool.refs
-        return sum(
+        shared = sum(
             node.blocks[group] >= 0 and refs[node.blocks[group]] > 0
             for group, first in enumerate(self._prefixes.first_needed(hit.num_tokens))
             for node in hit.nodes[first:]
         )
+        if self.state is not None and 0 < hit.num_blocks == len(hit.nodes):
+            shared -= self.state.needed_by_others(hit.nodes[-1])
+        return shared
 
     def open(self, hit: Hit = NO_HIT, salt: str | None = None, *, at_once: bool = True) -> int:
         """Take a slot with the hit's blocks. Load those that the pool does not hold if ``at_once``,
@@ -225,6 +263,16 @@ class KvCache:
                 else:
                     self.pool.share(block)
                     self.tables[group, slot, position] = block
+        if self.state is not None:
+            self.state.open(slot, nodes[-1] if count else None, hit.wanted)
+            if count:
+                self.num_restored_states += 1
+                first_page = len(self._windows)
+                to_load.extend(
+                    (count - 1, nodes[-1], first_page + page)
+                    for page, block in enumerate(self.state.pages_of(slot))
+                    if block < 0
+                )
         if count * self.block_size > hit.num_tokens:
             self.shared_tails.add(slot)
         if self.connectors is not None:
@@ -251,15 +299,23 @@ class KvCache:
         assert connectors is not None
         for _ in range(count):
             position, node, group = to_load.popleft()
-            key, block = self._key(node, group), node.blocks[group]
-            if block >= 0:
+            key, block = self._key(node, group), node.block(group)
+            page = group - len(self._windows)
+            # Whoever refers to a page of a state may have reckoned with being the only one.
+            if block >= 0 and (page < 0 or not self.pool.refs[block]):
                 self.pool.share(block)
             else:
                 block = self._allocate()
                 connectors.load(key, block, self.copies)
                 self.index.put(node, group, block)
                 filling += 1
-            self.tables[group, slot, position] = block
+            if page < 0:
+                self.tables[group, slot, position] = block
+            else:
+                assert self.state is not None
+                self.state.put_page(slot, page, block)
+                if self.pool.contents[block] is not None:
+                    self.state.snapshots.use(node)
             connectors.staging.unpin(key)
         if not to_load:
             del self._to_load[slot]
@@ -287,6 +343,8 @@ class KvCache:
             for block in row.tolist():
                 self.pool.share(block)
         self.shared_tails.update((slot, child))
+        if self.state is not None:
+            self.state.fork(slot, child)
         tip = self._tip[child] = self._tip[slot]
         self._registered[child] = self._registered[slot]
         if tip is not None:
@@ -306,6 +364,8 @@ class KvCache:
         for group, first in enumerate(self._first):
             self._release(self.tables[group, slot, first[slot] : count][::-1])
             first[slot] = 0
+        if self.state is not None:
+            self.state.close(slot)
         self.tables[:, slot, :count] = -1
         self.num_blocks[slot] = 0
         self.num_tokens[slot] = 0
@@ -331,6 +391,8 @@ class KvCache:
                 return 0
             free -= copied
         free += self._outside_window(slot)
+        if self.state is not None and (free := free - self.state.missing(slot)) < 0:
+            return 0
         slack = int(self.num_blocks[slot]) * size - int(self.num_tokens[slot])
         return slack + free // groups * size
 
@@ -340,6 +402,8 @@ class KvCache:
         """
         if self.capacity(slot) < count:
             return False
+        if self.state is not None:
+            self.state.reserve(slot)
         size = self.block_size
         start = int(self.num_tokens[slot])
         self._leave_window(slot, start)
@@ -373,6 +437,20 @@ class KvCache:
         """Count the next ``count`` positions as written."""
         self.num_tokens[slot] += count
 
+    def commit_state(self, slot: int) -> None:
+        """Take over what a step has done to the slot's state, after `advance` and `register`."""
+        if self.state is not None:
+            self.state.commit(slot, lambda position: self._node_at(slot, position))
+
+    def _node_at(self, slot: int, position: int) -> Node | None:
+        """Return the node of the slot's block that ends at ``position``; None if it is not in the
+        prefix index.
+        """
+        node = self._tip[slot]
+        for _ in range(self._registered[slot] - position // self.block_size):
+            node = None if node is None else node.parent
+        return node
+
     def max_steps(self, slots: Int32, limit: int) -> int:
         """Return for how many steps, at most ``limit``, all ``slots`` [sequences] could write one
         position a step with the blocks that are free now.
@@ -392,8 +470,8 @@ class KvCache:
         `max_steps`. ``tokens``: each slot's sequence, tokens to come included.
 
         `reserve` at the beginning of a block and `register` at its end are called in the order of
-        single steps, which decides which blocks are handed out and which stay cached. All other
-        calls are left out because they change nothing.
+        single steps, which decides which blocks are handed out and which stay cached, and so is
+        what becomes of states there. All other calls are left out because they change nothing.
         """
         starts = self.num_tokens[slots]
         size = self.block_size
@@ -409,6 +487,7 @@ class KvCache:
                 for slot, token_ids, start in here:
                     self.num_tokens[slot] = start + step
                     self.register(slot, token_ids)
+                self._pass_steps([slot for slot, _, _ in here], 0)
             if step < steps:
                 for slot, _, _ in here:
                     if not self.reserve(slot, 1):
@@ -416,7 +495,21 @@ class KvCache:
                             f"slot {slot} has no block for position {self.num_tokens[slot]}, "
                             f"after {step} of {steps} steps that blocks should suffice for"
                         )
+                self._pass_steps([slot for slot, _, _ in here], 1)
         self.num_tokens[slots] = starts + steps
+
+    def _pass_steps(self, slots: Sequence[int], tokens: int) -> None:
+        """Do with states what the step does that ends ``tokens`` behind those that are counted, in
+        which nothing computes.
+        """
+        if self.state is None:
+            return
+        for slot in slots:
+            self.state.begin(slot, int(self.num_tokens[slot]) + tokens)
+        for slot in slots:
+            self.num_tokens[slot] += tokens
+            self.commit_state(slot)
+            self.num_tokens[slot] -= tokens
 
     def trim(self, slot: int) -> None:
         """Give back blocks that were reserved and not written (rejected drafts), and blocks that
@@ -442,9 +535,14 @@ class KvCache:
         start = int(self.num_tokens[slot])
         first, end = start // size, -(-(start + count) // size)
         groups = len(self._windows)
-        if not self._rows or (end - first) * groups > self.pool.num_free:
+        needed = (end - first) * groups
+        if self.state is not None:
+            needed += self.state.needed_for_branch(slot)
+        if not self._rows or needed > self.pool.num_free:
             return None
         row = self._rows.pop()
+        if self.state is not None:
+            self.state.branch(slot, row)
         self.tables[:, row, :first] = self.tables[:, slot, :first]
         for position in range(first, end):
             for group in range(groups):
@@ -461,6 +559,8 @@ class KvCache:
         self._release(self.tables[:, slot, first : int(self.num_blocks[slot])])
         self.tables[:, slot, first:] = self.tables[:, row, first:]
         self.num_blocks[slot] = end
+        if self.state is not None:
+            self.state.adopt(row)
         self._free_row(row, end)
 
     def prune(self) -> None:
@@ -471,6 +571,8 @@ class KvCache:
     def _drop(self, row: int) -> None:
         _, first, end = self._branches.pop(row)
         self._release(self.tables[:, row, first:end])
+        if self.state is not None:
+            self.state.drop(row)
         self._free_row(row, end)
 
     def _free_row(self, row: int, end: int) -> None:
@@ -555,8 +657,12 @@ class KvCache:
     def _allocate(self) -> int:
         block = self.pool.allocate()
         if (content := self.pool.contents[block]) is not None:
+            node, group = content
+            if self.state is not None and group >= len(self._windows):
+                self.state.snapshots.overwrite(node)
+                return block
             if self.connectors is not None:
-                self.connectors.save_overwritten(block, *content)
+                self.connectors.save_overwritten(block, node, group)
             self.index.forget(block)
         return block
 
@@ -568,7 +674,7 @@ class KvCache:
         self.index.check()
         for slot, to_load in self._to_load.items():
             for position, node, group in to_load:
-                if slot in self._slots or self.tables[group, slot, position] >= 0:
+                if slot in self._slots or self._block(group, slot, position) >= 0:
                     raise RuntimeError(f"slot {slot}: a block to be loaded is there already")
                 if node.refs == node.num_held:
                     raise RuntimeError(f"slot {slot}: a block is to be loaded for nobody")
@@ -580,6 +686,9 @@ class KvCache:
             beginning = self.tables[:, (row, slot), :first]
             if (beginning[:, 0] != beginning[:, 1]).any():
                 raise RuntimeError("a branch and its slot begin with different blocks")
+        if self.state is not None:
+            self.state.check()
+            held.append(np.fromiter(self.state.held(), np.int32))
         named = np.concatenate(held)
         blocks, counts = np.unique(named[named >= 0], return_counts=True)
         refs = np.zeros(self.pool.num_blocks, dtype=np.int64)
@@ -596,6 +705,12 @@ class KvCache:
             raise RuntimeError("a closed slot still holds blocks")
         if (self.num_tokens > self.num_blocks * self.block_size).any():
             raise RuntimeError("a sequence has more tokens than slots")
+
+    def _block(self, group: int, slot: int, position: int) -> int:
+        if (page := group - len(self._windows)) < 0:
+            return int(self.tables[group, slot, position])
+        assert self.state is not None
+        return self.state.pages_of(slot)[page]
 
 
 NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)

@@ -17,22 +17,32 @@ By number format, the code bytes of one token on one head are:
 
 Codes are of rotated rows, as kernels/kernels.h says. The packed form of the native executor, which
 `from_exchange` makes and `to_exchange` reads, is described there as well.
+
+A page of the state of recurrent layers, page i of which stands behind the groups as group G + i, is
+exchanged as its units: fp32 in the tiles that kv_cache/state_layout.py describes. The packed form
+only adds padding. `state_arrays` and `state_pages` read and write whole states.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.kv_cache.layout import KvDtype, KvGroup, KvLayout
+from octavo.kv_cache.state_layout import LANES, StateLayout
 
 Bytes = npt.NDArray[np.uint8]
+Float32 = npt.NDArray[np.float32]
 
 _TILE = 16  # tokens in a tile of the packed form
 
 
 def exchange_bytes(layout: KvLayout, group: int) -> int:
     """Return the bytes of one block of a group in the exchange form."""
+    if layout.state is not None and group >= len(layout.groups):
+        return layout.state.units_per_page * layout.state.unit_bytes
     return _num_rows(layout, layout.groups[group]) * _row_bytes(layout, layout.groups[group])
 
 
@@ -40,9 +50,12 @@ def to_exchange(layout: KvLayout, group: int, packed: Bytes) -> Bytes:
     """Convert blocks of a group, ``packed`` [blocks, block_bytes] as the native executor exports
     them, to the exchange form [blocks, exchange_bytes]. Padding is dropped.
     """
-    of, blocks = layout.groups[group], len(packed)
+    blocks = len(packed)
     if packed.shape != (blocks, layout.block_bytes):
         raise ValueError(f"blocks of {packed.shape[1:]} bytes, not {layout.block_bytes}")
+    if group >= len(layout.groups):
+        return packed[:, : exchange_bytes(layout, group)]
+    of = layout.groups[group]
     parts = _parts(layout, of, blocks)
     used = packed[:, : layout.group_bytes(of)]
     per_head = used.reshape(blocks, len(of.layers), of.kv_heads, -1)
@@ -60,7 +73,12 @@ def from_exchange(layout: KvLayout, group: int, data: Bytes) -> Bytes:
     """Convert blocks of a group, ``data`` [blocks, exchange_bytes], to blocks that the native
     executor can import.
     """
-    of, blocks = layout.groups[group], len(data)
+    blocks = len(data)
+    packed = np.zeros((blocks, layout.block_bytes), np.uint8)
+    if group >= len(layout.groups):
+        packed[:, : exchange_bytes(layout, group)] = data
+        return packed
+    of = layout.groups[group]
     outer, num_rows = _rows(layout, of, blocks)[:-1], _num_rows(layout, of)
     codes, scales = (
         part.reshape(*outer[:2], 2, *outer[2:], part.size // (blocks * num_rows))
@@ -77,9 +95,39 @@ def from_exchange(layout: KvLayout, group: int, data: Bytes) -> Bytes:
         .reshape(*shape[:3], np.prod(shape[3:]))
         for part, (shape, axes) in zip(rows, _parts(layout, of, blocks), strict=True)
     ]
-    packed = np.zeros((blocks, layout.block_bytes), np.uint8)
     packed[:, : layout.group_bytes(of)] = np.concatenate(tiled, -1).reshape(blocks, -1)
     return packed
+
+
+def state_arrays(layout: StateLayout, pages: Bytes) -> list[Float32]:
+    """Return the parts of a state, ``pages`` [P, block_bytes], as arrays [heads, depth, width]."""
+    units = pages[:, : layout.units_per_page * layout.unit_bytes].reshape(-1, layout.unit_bytes)
+    arrays = []
+    for part in layout.parts:
+        of_part = units[part.first_unit : part.first_unit + part.num_units, : part.used_bytes]
+        tiles = np.ascontiguousarray(of_part).view("<f4").reshape(-1, part.depth, LANES)
+        heads = tiles[: part.num_tiles].reshape(part.heads, part.head_tiles, part.depth, LANES)
+        rows = heads.transpose(0, 2, 1, 3).reshape(part.heads, part.depth, -1)
+        arrays.append(rows[..., : part.width].astype(np.float32))
+    return arrays
+
+
+def state_pages(layout: StateLayout, arrays: Sequence[Float32], block_bytes: int) -> Bytes:
+    """Return the pages [P, block_bytes] of the state whose parts are ``arrays`` [heads, depth,
+    width].
+    """
+    units = np.zeros((layout.pages * layout.units_per_page, layout.unit_bytes), np.uint8)
+    for part, array in zip(layout.parts, arrays, strict=True):
+        rows = np.zeros((part.heads, part.depth, part.head_tiles * LANES), "<f4")
+        rows[..., : part.width] = array
+        heads = rows.reshape(part.heads, part.depth, part.head_tiles, LANES)
+        tiles = np.zeros((part.num_units * part.tiles_per_unit, part.depth, LANES), "<f4")
+        tiles[: part.num_tiles] = heads.transpose(0, 2, 1, 3).reshape(-1, part.depth, LANES)
+        of_part = units[part.first_unit : part.first_unit + part.num_units, : part.used_bytes]
+        of_part[:] = tiles.reshape(part.num_units, -1).view(np.uint8)
+    pages = np.zeros((layout.pages, block_bytes), np.uint8)
+    pages[:, : layout.units_per_page * layout.unit_bytes] = units.reshape(layout.pages, -1)
+    return pages
 
 
 def _num_rows(layout: KvLayout, group: KvGroup) -> int:

@@ -21,15 +21,21 @@ def chain_hash(parent: int, content: bytes) -> int:
 
 
 class Node:
-    """One full block of tokens after one prefix, and the pool's blocks that hold it."""
+    """One full block of tokens after one prefix, and the pool's blocks that hold it.
 
-    __slots__ = ("blocks", "digest", "key", "parent", "refs", "tokens")
+    Behind the groups of keys and values, group G + i is page i of the state of recurrent layers
+    behind the node's last token.
+    """
+
+    __slots__ = ("blocks", "depth", "digest", "key", "pages", "parent", "refs", "tokens")
 
     def __init__(self, key: int, parent: Node | None, tokens: bytes, num_groups: int) -> None:
         self.key = key
         self.parent = parent
         self.tokens = tokens  # little-endian int32 ids; the salt at a root
+        self.depth: int = 0 if parent is None else parent.depth + 1  # blocks up to its end
         self.blocks = [-1] * num_groups  # -1: no block holds it for the group
+        self.pages: list[int] = []  # of its snapshot; -1: no block holds that page
         self.digest: bytes | None = None  # `block_hash.digest_of` it, once that was asked for
         # Child nodes and running sequences that continue from here, and blocks that hold it.
         self.refs = 0
@@ -37,7 +43,14 @@ class Node:
     @property
     def num_held(self) -> int:
         """How many blocks hold it."""
-        return sum(block >= 0 for block in self.blocks)
+        return sum(block >= 0 for block in self.blocks) + sum(page >= 0 for page in self.pages)
+
+    def block(self, group: int) -> int:
+        """Return the block that holds a group of it; -1: none does."""
+        page = group - len(self.blocks)
+        if page < 0:
+            return self.blocks[group]
+        return self.pages[page] if self.pages else -1
 
 
 class PrefixIndex:
@@ -46,10 +59,17 @@ class PrefixIndex:
     """
 
     def __init__(
-        self, pool: BlockPool[tuple[Node, int]], num_groups: int, hasher: Hash = chain_hash
+        self,
+        pool: BlockPool[tuple[Node, int]],
+        num_groups: int,
+        hasher: Hash = chain_hash,
+        *,
+        num_pages: int = 0,
     ) -> None:
+        """``num_pages``: of the state of recurrent layers, if there are any."""
         self._contents = pool.contents
         self._num_groups = num_groups
+        self._num_pages = num_pages
         self._hash = hasher
         # Called when a block begins (True) or ceases (False) to hold a node's content.
         self.on_change: Callable[[Node, int, bool], None] | None = None
@@ -94,8 +114,8 @@ class PrefixIndex:
         """Enter ``block`` as holding the node's content for ``group``; a block already there
         stays.
         """
-        if node.blocks[group] < 0:
-            node.blocks[group] = block
+        if node.block(group) < 0:
+            self._set(node, group, block)
             node.refs += 1
             self._contents[block] = node, group
             if self.on_change is not None:
@@ -107,10 +127,20 @@ class PrefixIndex:
         if content is not None:
             node, group = content
             self._contents[block] = None
-            node.blocks[group] = -1
+            self._set(node, group, -1)
             if self.on_change is not None:
                 self.on_change(node, group, False)
             self.unpin(node)
+
+    def _set(self, node: Node, group: int, block: int) -> None:
+        page = group - self._num_groups
+        if page < 0:
+            node.blocks[group] = block
+            return
+        node.pages = node.pages or [-1] * self._num_pages
+        node.pages[page] = block
+        if max(node.pages) < 0:
+            node.pages = []
 
     def pin(self, node: Node) -> None:
         """Keep the node: a sequence will add children to it."""
@@ -130,7 +160,7 @@ class PrefixIndex:
         held = 0
         children = Counter(node.parent for node in self._nodes.values())
         for node in self._nodes.values():
-            for group, block in enumerate(node.blocks):
+            for group, block in enumerate((*node.blocks, *node.pages)):
                 if block >= 0:
                     held += 1
                     if self._contents[block] != (node, group):

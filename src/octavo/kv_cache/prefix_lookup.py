@@ -31,6 +31,7 @@ class Hit:
     missing: tuple[tuple[int, Key, KvConnector], ...] = ()
     external_tokens: tuple[tuple[str, int], ...] = ()  # loaded, by connector
     skipped: bool = False  # host memory has more, but computing it takes less time
+    wanted: int = 0  # tokens of a longer prefix that could be used if its state had been kept
 
     @property
     def num_blocks(self) -> int:
@@ -51,13 +52,15 @@ class PrefixLookup:
         self.connectors = connectors
         self.block_size = layout.block_size
         self._windows = tuple(group.window for group in layout.groups)
+        self._num_pages = layout.state_blocks
 
     def lookup(self, tokens: array[int], salt: str | None) -> Hit:
         """Return the longest cached prefix that every group can use, with the blocks that are worth
         loading.
 
         A group without a window needs all blocks, one with a window only those that the next
-        position still sees. The last token is always left to be computed.
+        position still sees; recurrent layers need a snapshot behind the last token that is used.
+        The last token of ``tokens`` is always left to be computed.
         """
         hit = self._longest(tokens, salt)
         connectors, size = self.connectors, self.block_size
@@ -94,7 +97,8 @@ class PrefixLookup:
         blocks = [(key, who) for _, key, who in found.missing if who is not connectors.staging]
         if not blocks or found.num_tokens <= near:
             return None
-        return connectors.prefetcher.start(blocks, near, found.num_tokens - near, now)
+        more = found.num_tokens - near
+        return connectors.prefetcher.start(blocks, near, more, now, whole=self._num_pages > 0)
 
     def _longest(
         self, tokens: array[int], salt: str | None, among: Sequence[KvConnector] = ()
@@ -115,7 +119,8 @@ class PrefixLookup:
         beyond: list[tuple[bytes, bytes]] = []
         missing: list[tuple[int, Key, KvConnector]] = []
         runs = [0] * len(self._windows)  # usable blocks in a row, up to here
-        best = 0
+        pages: list[tuple[int, Key, KvConnector]] = []  # of the state, missing
+        best = wanted = 0
         for at, start in enumerate(range(0, len(tokens) - size + 1, size)):
             content = tokens[start : start + size].tobytes()
             node = None if node is None else index.find(node, content)
@@ -149,20 +154,47 @@ class PrefixLookup:
                         runs[group] = 0
                 first = 0 if window is None else max(0, position - window + 1) // size
                 usable = usable and runs[group] > at - first
+            if usable and self._num_pages:
+                found = None
+                if start + size <= last:
+                    wanted = start + size
+                    found = self._missing_pages(at, node, digest, among)
+                usable = found is not None
+                pages = pages if found is None else found
             if usable:
                 best = at + 1
             if not held:
                 break
         if not best:
-            return NO_HIT
+            return replace(NO_HIT, wanted=wanted)
         num_tokens = min(best * size, last)
         needed = self.first_needed(num_tokens)
+        usable_blocks = (each for each in missing if needed[each[1][1]] <= each[0] < best)
         return Hit(
             tuple(nodes[:best]),
             num_tokens,
             tuple(beyond[:best]),
-            tuple(each for each in missing if needed[each[1][1]] <= each[0] < best),
+            (*usable_blocks, *pages),
+            wanted=wanted if wanted > num_tokens else 0,
         )
+
+    def _missing_pages(
+        self, at: int, node: Node | None, digest: bytes, among: Sequence[KvConnector]
+    ) -> list[tuple[int, Key, KvConnector]] | None:
+        """Return the pages of a node's snapshot that the pool does not hold, and who of ``among``
+        does; None if nobody has one of them.
+        """
+        missing: list[tuple[int, Key, KvConnector]] = []
+        first = len(self._windows)
+        for group in range(first, first + self._num_pages):
+            if node is not None and node.block(group) >= 0:
+                continue
+            key = digest, group
+            who = next((who for who in among if who.lookup(key)), None)
+            if who is None:
+                return None
+            missing.append((at, key, who))
+        return missing
 
     def first_needed(self, position: int) -> list[int]:
         """Return, for each group, the first block that a query at ``position`` reads."""

@@ -83,10 +83,13 @@ class TransferCost:
         mean = self.loading.seconds + (self.saving.seconds if overwriting else 0.0)
         return max(mean, self._last_step.seconds)
 
-    def worth_keeping(self) -> bool:
-        """Return whether loading a block could ever take less time than computing it."""
+    def worth_keeping(self, blocks: int = 1, tokens: float | None = None) -> bool:
+        """Return whether loading ``blocks`` could ever take less time than computing the ``tokens``
+        that they stand for, by default those of a block of keys and values.
+        """
         per_token = self._compute_seconds(0, self._step_tokens) / self._step_tokens
-        return self.loading.seconds < self._tokens_per_block * per_token
+        computing = per_token * (self._tokens_per_block if tokens is None else tokens)
+        return blocks * self.loading.seconds < computing
 
     def seconds_saved(self, num_blocks: int, start: int, num_tokens: int) -> float:
         """Return the seconds by which loading ``num_blocks`` from host memory is faster than

@@ -22,8 +22,11 @@ class CheckpointError(ValueError):
 class WeightFormat(IntEnum):
     """How a weight's numbers are stored. Values equal ggml's type numbers (GGUF specification).
 
-    The last three are no file's: integers of 3, 4 and 8 bits with a scale and a zero for a group of
-    inputs, into which the layouts of GPTQ, AWQ and compressed-tensors are brought (`Weight`).
+    Those from 1000 on are no file's. I2 to I8: integers of so many bits with a scale and a zero for
+    a group of inputs, into which the layouts of GPTQ, AWQ and compressed-tensors are brought. NVFP4
+    and E4M3: floats of 4 and 8 bits with scales (all of these: `Weight`). T3 and T4: codes of 3 and
+    4 bits into a table, as which the native executor holds the formats whose numbers are points of
+    a grid (executor/native/held_form.py).
     """
 
     F32 = 0
@@ -38,18 +41,39 @@ class WeightFormat(IntEnum):
     Q4_K = 12
     Q5_K = 13
     Q6_K = 14
+    IQ2_XXS = 16
+    IQ2_XS = 17
+    IQ3_XXS = 18
+    IQ1_S = 19
     IQ4_NL = 20
+    IQ3_S = 21
+    IQ2_S = 22
     IQ4_XS = 23
+    IQ1_M = 29
     BF16 = 30
+    TQ1_0 = 34
+    TQ2_0 = 35
     MXFP4 = 39
+    I2 = 1002
     I3 = 1003
     I4 = 1004
     I8 = 1008
+    T3_IQ1 = 1031
+    T3_IQ2 = 1032
+    T4_IQ3_XXS = 1041
+    T4_IQ3_S = 1042
+    NVFP4 = 1044
+    E4M3 = 1080
+
+    @property
+    def in_gguf(self) -> bool:
+        """Whether it is one of ggml's."""
+        return self < 1000
 
     @property
     def grouped(self) -> bool:
         """Whether a weight of it has a group size of its own."""
-        return self >= WeightFormat.I3
+        return WeightFormat.I2 <= self <= WeightFormat.I8
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -87,13 +111,20 @@ class Weight(NamedTuple):
     A row of a grouped format is, one after another: a scale, fp32, for each group of ``group``
     inputs (the last may be shorter); a zero, one byte, for each; the numbers, b bits each, as a
     stream of bits from the lowest of the first byte on. w = scale * (number - zero).
+
+    A row of E4M3 is a scale, fp32, for each group of ``group`` inputs, then a byte for each input,
+    an fp8 number (OCP 8-bit floating point). w = scale * number. A row of NVFP4 is a scale, fp32,
+    then for each 32 inputs two E4M3 scales of 16 and 16 bytes of E2M1 numbers, two in each, the
+    first in the low half. w = scale * (E4M3 scale * number).
     """
 
     name: str  # as the file calls it, for error messages
     format: WeightFormat
     shape: tuple[int, ...]  # outermost first
     source: Bytes | MadeRows
-    group: int = 0  # inputs that share a scale: a multiple of 32, or all (grouped formats)
+    # Inputs that share a scale: a multiple of 32, or all (grouped formats); of 16, or more than all
+    # (E4M3).
+    group: int = 0
     # The matrix's input i is element order[i] of the activations (GPTQ's activation order).
     order: npt.NDArray[np.int32] | None = None
     stored_as: Stored | None = None
@@ -129,6 +160,22 @@ class Weight(NamedTuple):
             parts.append(self._part(first, count))
             first += count
         return parts
+
+    def take(self, rows: npt.NDArray[np.intp]) -> Weight:
+        """Return some rows in another order: made when asked for."""
+
+        def make(first: int, last: int) -> Bytes:
+            wanted = rows[first:last]
+            cuts = np.flatnonzero(np.diff(wanted) != 1) + 1
+            runs = (run for run in np.split(wanted, cuts) if len(run))
+            return np.concatenate([self.rows(run[0], run[-1] + 1).reshape(-1) for run in runs])
+
+        count = len(rows)
+        stored = self.stored_as
+        if stored is not None:
+            stored = stored._replace(nbytes=stored.nbytes * count // self.shape[0])
+        source = MadeRows(count, self.nbytes // self.shape[0], make)
+        return self._replace(shape=(count, *self.shape[1:]), source=source, stored_as=stored)
 
     def stacked(self, parts: int = 1) -> list[list[Weight]]:
         """Return each matrix of a stack [count, rows, in], cut into so many of equal rows."""

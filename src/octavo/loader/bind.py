@@ -8,9 +8,13 @@ import numpy as np
 
 from octavo.loader.base import CheckpointError, Weight, WeightFormat
 from octavo.models.config import ModelConfig
+from octavo.models.families import FAMILIES
+from octavo.models.family import IntArray
 
 _SHOWN = 8  # most names an error lists
 ROUTER = "ffn_gate_inp"
+# Of the experts, the gate of the shared one, and those of a delta net: small, and never quantized.
+ROUTERS = (ROUTER, "ffn_gate_inp_shexp", "ssm_beta", "ssm_alpha")
 _HALVES = (WeightFormat.F16, WeightFormat.BF16)
 # Tensors that hold all experts of a layer, and what of an expert lies one after the other in them.
 STACKS = {
@@ -24,8 +28,9 @@ STACKS = {
 def bind(
     path: str, stored: dict[str, Weight], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, Weight]:
-    """``stored`` by role, what has none by its own name. Vectors become F32 (exactly), and so do
-    routers of 16 bits: which experts a token goes to is decided in full precision.
+    """``stored`` by role, what has none by its own name. Vectors and the weights of convolutions
+    [channels, 1, taps] become F32 (exactly), and so do routers of 16 bits: which experts a token
+    goes to is decided in full precision.
 
     Raises `CheckpointError` naming what is missing, left over, or of another shape.
     """
@@ -38,17 +43,56 @@ def bind(
     weights = {}
     for role, shape in shapes.items():
         weight = stored[role]
+        if len(shape) == 3 and weight.shape == shape[::2]:  # GGUF's form of a convolution
+            weight = weight._replace(shape=shape)
         if weight.shape != shape:
             raise CheckpointError(
                 f"{path}: tensor {weight.name!r} has shape {list(weight.shape)}; "
                 f"the model's metadata asks for {list(shape)}"
             )
         try:
-            wide = len(shape) == 1 or (role.endswith(ROUTER) and weight.format in _HALVES)
+            wide = len(shape) != 2 or (role.endswith(ROUTERS) and weight.format in _HALVES)
             weights[role] = vector(weight) if wide else weight
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
     return weights
+
+
+def unread(config: ModelConfig) -> set[str]:
+    """The roles of what files may have for layers that read others' keys and values."""
+    sharing = (index for index, layer in enumerate(config.layers) if layer.shares is not None)
+    parts = ("attn_k", "attn_v", "attn_k_norm")
+    return {f"layers.{index}.{part}" for index in sharing for part in parts}
+
+
+def gathered(
+    prefix: str,
+    called: str,
+    ending: str,
+    shapes: dict[str, tuple[int, ...]],
+    config: ModelConfig,
+    *,
+    gguf: bool,
+) -> dict[str, IntArray]:
+    """The roles whose rows are interleaved in a tensor of a layer, and where they are in it. None,
+    if it is no such tensor.
+    """
+    for gather in FAMILIES[config.family].gathers:
+        roles = {part: prefix + part + ending for part in gather.parts}
+        if called == (gather.gguf if gguf else gather.hf) and shapes.keys() >= set(roles.values()):
+            return {roles[part]: rows for part, rows in gather.rows(config).items()}
+    return {}
+
+
+def taken(weight: Weight, places: dict[str, IntArray]) -> dict[str, Weight]:
+    """The matrices whose rows are at those places of a tensor. Raises `ValueError`."""
+    total = sum(map(len, places.values()))
+    if weight.shape[:1] != (total,):
+        raise ValueError(
+            f"tensor {weight.name!r} has shape {list(weight.shape)}; "
+            f"the model's metadata asks for {total} rows"
+        )
+    return {role: weight.take(rows) for role, rows in places.items()}
 
 
 def experts(prefix: str, part: str, weight: Weight, config: ModelConfig) -> dict[str, Weight]:
@@ -69,8 +113,25 @@ def experts(prefix: str, part: str, weight: Weight, config: ModelConfig) -> dict
     return found
 
 
+def expert_biases(role: str, weight: Weight, config: ModelConfig) -> dict[str, Weight]:
+    """The experts' biases by role, of a tensor [experts, out] of the role ``role``.
+
+    Raises `ValueError` for another number of experts than the model has.
+    """
+    count = config.experts.count if config.experts is not None else 0
+    if len(weight.shape) != 2 or weight.shape[0] != count:
+        raise ValueError(
+            f"tensor {weight.name!r} has shape {list(weight.shape)}; "
+            f"the model's metadata asks for {count} biases"
+        )
+    rows = weight.split([1] * count)
+    return {f"{role}.{i}.bias": row._replace(shape=row.shape[1:]) for i, row in enumerate(rows)}
+
+
 def vector(weight: Weight) -> Weight:
-    """Norms, biases and routers, widened to F32 (exactly) so that executors read one format."""
+    """Norms, biases, convolutions and routers, widened to F32 (exactly) so that executors read one
+    format.
+    """
     if weight.format is WeightFormat.F32:
         return weight
     if weight.format is WeightFormat.F16:

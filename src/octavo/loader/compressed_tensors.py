@@ -1,4 +1,5 @@
-"""compressed-tensors folders, as llm-compressor writes them: "pack-quantized" and "int-quantized".
+"""compressed-tensors folders, as llm-compressor writes them: "pack-quantized" and "int-quantized",
+"float-quantized" and "nvfp4-pack-quantized".
 
 A linear layer of k inputs and n outputs (https://github.com/vllm-project/compressed-tensors).
 Packed: ``weight_packed`` int32 [n, k·b/32], numbers + 2^(b-1) along inputs, lowest bits first,
@@ -8,8 +9,13 @@ running on from one word into the next; ``weight_shape`` [2]. Not packed: ``weig
 [n, groups]. ``weight_g_idx`` [k] is the group of each input, or all -1.
 w = scale · (number - zero).
 
+Floats of 8 bits: ``weight`` F8_E4M3 [n, k], and ``weight_scale`` as above or of blocks of outputs
+and inputs. NVFP4: ``weight_packed`` U8 [n, k/2], two E2M1 numbers in a byte, ``weight_scale``
+F8_E4M3 [n, k/16], and ``weight_global_scale`` [1], by which the product of both is divided.
+
 Activations of int8 with scales made on the fly are accepted: the kernels quantize the activations
-of every quantized matrix so, to 8 bits with a scale for every 32 inputs.
+of every quantized matrix so, to 8 bits with a scale for every 32 inputs. Beside floats of 8 bits
+activations stay in 32 bits. Neither needs the scales for activations that a file has.
 """
 
 from __future__ import annotations
@@ -20,8 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.loader.base import Quantization, Weight
+from octavo.loader.float_rows import FP4_GROUP, fp4_weight, fp8_weight
+from octavo.loader.fp8 import KEPT, block_size
 from octavo.loader.grouped import Parts, input_order, reorder, stream_bytes
 from octavo.loader.hf_folder import HfWeights
+from octavo.loader.modelopt import EIGHT_BITS
 from octavo.loader.quantized_layout import (
     FLOATS,
     Layout,
@@ -37,6 +46,8 @@ from octavo.models.section import Section
 
 PACKED = ("pack-quantized",)
 PLAIN = ("int-quantized", "naive-quantized")
+FLOAT8, FLOAT4 = "float-quantized", "nvfp4-pack-quantized"
+SUPPORTED = (*PACKED, *PLAIN, FLOAT8, FLOAT4)
 BITS = (3, 4, 8)
 _DYNAMIC = "int8, quantized when they are used"
 
@@ -45,7 +56,7 @@ class CompressedTensors(Layout):
     markers = frozenset({"weight_packed", "weight_scale"})
     parts = frozenset(
         {"weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"}
-        | {"weight_g_idx"}
+        | {"weight_g_idx", "weight_global_scale", "input_scale", "input_global_scale"}
     )
     scales = "weight_scale"
 
@@ -62,19 +73,25 @@ class CompressedTensors(Layout):
         whole = keys.text("format", "dense")
         layouts, settings, symmetric, order, activations = set(), [], True, False, None
         packed = []
+        self.blocks: list[tuple[int, int]] = []  # of groups of floats
         # Groups, and whether they are packed: those without zero points, and without an order.
         self.symmetric: set[tuple[QuantizationArgs, bool]] = set()
         self.ordered_as_is: set[tuple[QuantizationArgs, bool]] = set()
         for name in groups.values:
             group = groups.object(name)
             layout = group.text("format", whole)
-            if layout not in PACKED + PLAIN:
+            if layout not in SUPPORTED:
                 group.fail(
-                    f"format {layout!r} is not supported; supported are {', '.join(PACKED + PLAIN)}"
+                    f"format {layout!r} is not supported; supported are {', '.join(SUPPORTED)}"
                 )
             layouts.add(layout)
-            activations = _activations(group) or activations
+            activations = _activations(group, layout) or activations
             weights = group.object("weights")
+            if layout in (FLOAT8, FLOAT4):
+                setting, block = _float_setting(weights, layout)
+                self.blocks.append(block)
+                settings.append(setting)
+                continue
             setting = _setting(weights, layout)
             settings.append(setting)
             if layout in PACKED:
@@ -103,9 +120,25 @@ class CompressedTensors(Layout):
         )
 
     def weight(self, module: Module, n: int, k: int) -> Weight:
+        if "weight_global_scale" in module.tensors:
+            return fp4_weight(
+                self, module, (n, k), "weight_packed", "weight_global_scale", np.reciprocal
+            )
+        if self.blocks and self.stored.dtype(self.name(module, "weight")) == "F8_E4M3":
+            return self._float8(module, n, k)
+        if "input_scale" in module.tensors:
+            self.stored.refuse(
+                module.tensors["input_scale"], "is a scale fixed beforehand, of activations to int8"
+            )
         if "weight_packed" in module.tensors:
             return self._packed(module, n, k)
         return self._plain(module, n, k)
+
+    def _float8(self, module: Module, n: int, k: int) -> Weight:
+        rows = self.stored.shape(self.name(module, "weight_scale"))[:1]
+        fitting = (block for block in self.blocks if block[0] and rows == (-(-n // block[0]),))
+        block = next(fitting, next((block for block in self.blocks if block[0]), (0, 0)))
+        return fp8_weight(self, module, (n, k), "weight_scale", block)
 
     def _packed(self, module: Module, n: int, k: int) -> Weight:
         if "weight" in module.tensors:
@@ -251,12 +284,30 @@ def _setting(weights: Section, layout: str) -> QuantizationArgs:
     return QuantizationArgs(bits, group)
 
 
-def _activations(group: Section) -> str | None:
+def _float_setting(weights: Section, layout: str) -> tuple[QuantizationArgs, tuple[int, int]]:
+    """Bits and group of floats, and the outputs and inputs of a block."""
+    bits = 8 if layout == FLOAT8 else 4
+    if (weights.text("type", "float").lower(), weights.count("num_bits", bits)) != ("float", bits):
+        weights.fail(f"{layout} is of floats of {bits} bits")
+    strategy = weights.text("strategy", "tensor").lower()
+    if layout == FLOAT4:
+        if strategy != "tensor_group" or weights.count("group_size", FP4_GROUP) != FP4_GROUP:
+            weights.fail(f"{layout} has strategy tensor_group and groups of {FP4_GROUP}")
+        return QuantizationArgs(bits, FP4_GROUP), (0, 0)
+    if strategy not in ("tensor", "channel", "block"):
+        weights.fail(f"strategy {strategy!r} is not supported; tensor, channel and block are")
+    block = block_size(weights, "block_structure") if strategy == "block" else (0, 0)
+    return QuantizationArgs(bits, block[1] or -1), block
+
+
+def _activations(group: Section, layout: str) -> str | None:
     """What is done with activations. Whatever cannot be honoured is refused."""
     if group.values.get("output_activations"):
         group.fail("output_activations are not supported")
     if group.values.get("input_activations") is None:
         return None
+    if layout in (FLOAT8, FLOAT4):  # more exact here than asked for, whatever their scales
+        return KEPT if layout == FLOAT8 else EIGHT_BITS
     inputs = group.object("input_activations")
     kind, bits = inputs.text("type", "int").lower(), inputs.count("num_bits", 8)
     if (kind, bits) != ("int", 8):

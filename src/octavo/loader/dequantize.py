@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.loader.base import Weight, WeightFormat
+from octavo.loader.grid_formats import GRID_FORMATS
 
 Bytes = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
@@ -22,11 +23,12 @@ _IQ4 = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
-_BITS = {WeightFormat.I3: 3, WeightFormat.I4: 4, WeightFormat.I8: 8}
+_BITS = {WeightFormat.I2: 2, WeightFormat.I3: 3, WeightFormat.I4: 4, WeightFormat.I8: 8}
 
 
 def dequantize(weight: Weight, first: int = 0, last: int | None = None) -> Float32:
-    """Rows ``first`` to ``last`` of a matrix, [rows, inputs]; or a whole vector.
+    """Rows ``first`` to ``last`` of a matrix, [rows, inputs], or of a convolution's weight; or a
+    whole vector.
 
     Inputs of a matrix with an order of its own (`Weight.order`) stand in the activations' order.
     """
@@ -37,12 +39,16 @@ def dequantize(weight: Weight, first: int = 0, last: int | None = None) -> Float
     data = weight.rows(first, last).reshape(last - first, -1)
     if weight.format.grouped:
         values = _grouped(data, _BITS[weight.format], inputs, weight.group or inputs)
+    elif weight.format is WeightFormat.E4M3:
+        values = _e4m3(data, inputs, weight.group)
+    elif weight.format is WeightFormat.NVFP4:
+        values = _nvfp4(data)
     elif weight.format in _FORMATS:
         size, read = _FORMATS[weight.format]
         blocks = np.ascontiguousarray(data).reshape(-1, size)
         values = read(blocks).reshape(len(data), inputs)
     else:
-        values = _floats(weight.format, data).reshape(len(data), inputs)
+        values = _floats(weight.format, data).reshape(len(data), *weight.shape[1:])
     if weight.order is None:
         return values
     ordered = np.empty_like(values)
@@ -60,6 +66,9 @@ def group_scales(weight: Weight, first: int = 0, last: int | None = None) -> Flo
     if weight.format.grouped:
         groups = -(-weight.shape[-1] // (weight.group or weight.shape[-1]))
         return np.ascontiguousarray(data[:, : 4 * groups]).view("<f4")
+    if weight.format is WeightFormat.NVFP4:
+        scale, scales, _ = _nvfp4_parts(data)
+        return np.abs(scale * scales / 2)  # steps of E2M1 are halves
     if weight.format not in _FORMATS:
         return None
     blocks = data.reshape(-1, _FORMATS[weight.format][0])
@@ -103,6 +112,39 @@ def _grouped(rows: Bytes, bits: int, inputs: int, group: int) -> Float32:
         numbers = single.reshape(len(rows), inputs, bits) @ (1 << np.arange(bits, dtype=np.uint8))
     of = np.arange(inputs) // group
     values: Float32 = scales[:, of] * (numbers.astype(np.float32) - zeros[:, of])
+    return values
+
+
+# --- fp8 and fp4 ---------------------------------------------------------------------------------
+
+_EXPONENT, _FRACTION = np.divmod(np.arange(128), 8)
+_MAGNITUDES = np.where(
+    _EXPONENT > 0, np.ldexp(8.0 + _FRACTION, _EXPONENT - 10), np.ldexp(1.0 * _FRACTION, -9)
+)
+_MAGNITUDES[127] = np.nan
+_E4M3: Float32 = np.concatenate([_MAGNITUDES, -_MAGNITUDES]).astype(np.float32)  # by their bytes
+
+
+def _e4m3(rows: Bytes, inputs: int, group: int) -> Float32:
+    groups = -(-inputs // group)
+    scales = np.ascontiguousarray(rows[:, : 4 * groups]).view("<f4")
+    values: Float32 = scales[:, np.arange(inputs) // group] * _E4M3[rows[:, 4 * groups :]]
+    return values
+
+
+def _nvfp4_parts(rows: Bytes) -> tuple[Float32, Float32, Bytes]:
+    """Scale of the row [rows, 1], scales of 16 inputs [rows, groups], codes [rows, inputs]."""
+    scale = np.ascontiguousarray(rows[:, :4]).view("<f4")
+    blocks = rows[:, 4:].reshape(len(rows), -1, 18)
+    pairs = blocks[:, :, 2:]
+    codes = np.stack([pairs & 15, pairs >> 4], axis=3).reshape(len(rows), -1)
+    return scale, _E4M3[blocks[:, :, :2]].reshape(len(rows), -1), codes
+
+
+def _nvfp4(rows: Bytes) -> Float32:
+    scale, scales, codes = _nvfp4_parts(rows)
+    numbers: Float32 = np.repeat(scales, 16, axis=1) * _E2M1[codes] * np.float32(0.5)
+    values: Float32 = scale * numbers
     return values
 
 
@@ -244,6 +286,37 @@ def _iq4_xs(b: Bytes) -> Float32:
     return _iq4_xs_scales(b)[:, :, None] * levels
 
 
+def ternary_blocks(format: WeightFormat, data: Bytes) -> tuple[Float32, Bytes]:
+    """d [blocks, 1] and numbers [blocks, 256] of TQ1_0 and TQ2_0: w = d * (number - 1).
+
+    TQ1_0 has five digits of base 3 in a byte, as a fraction of 256: runs of 32 bytes, of 16, and
+    four digits in each of 4.
+    """
+    size = _FORMATS[format][0]
+    b = np.ascontiguousarray(data).reshape(-1, size)
+    if format is WeightFormat.TQ2_0:
+        return _half(b, 64), _pairs(b[:, :64])
+    runs = ((0, 32, 5), (32, 48, 5), (48, 52, 4))
+    digits = [_ternary(b[:, begin:end], count) for begin, end, count in runs]
+    return _half(b, 52), np.concatenate(digits, axis=1)
+
+
+def _tq(format: WeightFormat) -> Callable[[Bytes], Float32]:
+    def read(b: Bytes) -> Float32:
+        d, numbers = ternary_blocks(format, b)
+        return d * (numbers.astype(np.float32) - 1)
+
+    return read
+
+
+def _ternary(fractions: Bytes, digits: int) -> Bytes:
+    """[blocks, digits · bytes]: the first digit of each byte, then the second of each, …"""
+    powers = (3 ** np.arange(digits)).astype(np.uint8)
+    left = fractions[:, None, :] * powers[:, None]  # whole parts are dropped
+    found: Bytes = (left.astype(np.uint16) * 3 >> 8).astype(np.uint8)
+    return found.reshape(len(fractions), -1)
+
+
 def _d(blocks: Bytes) -> Float32:
     return _half(blocks, 0)
 
@@ -263,8 +336,12 @@ _FORMATS: dict[WeightFormat, tuple[int, Callable[[Bytes], Float32]]] = {
     WeightFormat.IQ4_NL: (18, _iq4_nl),
     WeightFormat.IQ4_XS: (136, _iq4_xs),
     WeightFormat.MXFP4: (17, _mxfp4),
+    WeightFormat.TQ1_0: (54, _tq(WeightFormat.TQ1_0)),
+    WeightFormat.TQ2_0: (66, _tq(WeightFormat.TQ2_0)),
+    **{format: (grid.block_bytes, grid.dequantize) for format, grid in GRID_FORMATS.items()},
 }
-_SCALES: dict[WeightFormat, Callable[[Bytes], Float32]] = dict.fromkeys(_FORMATS, _d) | {
+_SCALES: dict[WeightFormat, Callable[[Bytes], Float32]] = {
+    **dict.fromkeys(_FORMATS, _d),
     WeightFormat.Q2_K: _q2_k_scales,
     WeightFormat.Q3_K: _q3_k_scales,
     WeightFormat.Q4_K: lambda b: _k4_scales(b)[0],
@@ -272,4 +349,7 @@ _SCALES: dict[WeightFormat, Callable[[Bytes], Float32]] = dict.fromkeys(_FORMATS
     WeightFormat.Q6_K: _q6_k_scales,
     WeightFormat.IQ4_XS: _iq4_xs_scales,
     WeightFormat.MXFP4: _mxfp4_scale,
+    WeightFormat.TQ1_0: lambda b: _half(b, 52),
+    WeightFormat.TQ2_0: lambda b: _half(b, 64),
+    **{format: grid.steps for format, grid in GRID_FORMATS.items()},
 }

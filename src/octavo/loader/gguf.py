@@ -51,13 +51,21 @@ BLOCKS: dict[WeightFormat, tuple[int, int]] = {
     WeightFormat.IQ4_NL: (32, 18),
     WeightFormat.IQ4_XS: (256, 136),
     WeightFormat.MXFP4: (32, 17),
+    WeightFormat.IQ1_S: (256, 50),
+    WeightFormat.IQ1_M: (256, 56),
+    WeightFormat.IQ2_XXS: (256, 66),
+    WeightFormat.IQ2_XS: (256, 74),
+    WeightFormat.IQ2_S: (256, 82),
+    WeightFormat.IQ3_XXS: (256, 98),
+    WeightFormat.IQ3_S: (256, 110),
+    WeightFormat.TQ1_0: (256, 54),
+    WeightFormat.TQ2_0: (256, 66),
 }
 
 # ggml type numbers that exist but cannot be served, so that the refusal can name them.
 _OTHER_TYPES = {
-    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
-    22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
-    35: "TQ2_0",
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4",
+    41: "Q1_0",
 }  # fmt: skip
 
 _U32 = Struct("<I")

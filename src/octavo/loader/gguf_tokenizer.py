@@ -65,8 +65,8 @@ class _Reader:
         kind = self.file.get("tokenizer.ggml.model", str)
         if kind == "gpt2":
             return self.byte_level()
-        if kind != "llama":
-            self.fail("model", f"{kind!r} is not supported; supported are gpt2, llama")
+        if kind not in ("llama", "gemma4"):
+            self.fail("model", f"{kind!r} is not supported; supported are gpt2, llama, gemma4")
         return self.sentencepiece()
 
     def byte_level(self) -> BpeTokenizer:

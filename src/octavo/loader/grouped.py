@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from octavo.loader.base import Bytes, MadeRows, WeightFormat
 
-FORMATS = {3: WeightFormat.I3, 4: WeightFormat.I4, 8: WeightFormat.I8}
+FORMATS = {2: WeightFormat.I2, 3: WeightFormat.I3, 4: WeightFormat.I4, 8: WeightFormat.I8}
 
 _CHUNK = 128  # rows converted at a time: what is made on the way stays in the processor's caches
 
@@ -59,6 +59,9 @@ def unpack(streams: Bytes, bits: int, count: int) -> Bytes:
         np.bitwise_and(streams, 15, out=numbers[:, ::2])
         np.right_shift(streams, 4, out=numbers[:, 1::2])
         return numbers[:, :count]
+    if bits == 2:
+        fours = streams[:, :, None] >> np.arange(0, 8, 2, dtype=np.uint8) & np.uint8(3)
+        return fours.reshape(rows, -1)[:, :count]
     # Eight numbers of three bits are three bytes.
     octets = -(-count // 8)
     padded = np.zeros((rows, octets, 3), np.uint32)
@@ -77,6 +80,9 @@ def pack(numbers: Bytes, bits: int) -> Bytes:
         numbers = np.pad(numbers, ((0, 0), (0, -count % 8)))
     if bits == 4:
         streams = numbers[:, ::2] | numbers[:, 1::2] << np.uint8(4)
+    elif bits == 2:
+        fours = numbers.reshape(rows, -1, 4) << np.arange(0, 8, 2, dtype=np.uint8)
+        streams = np.bitwise_or.reduce(fours, axis=2)
     else:
         octets = numbers.reshape(rows, -1, 8).astype(np.uint32)
         words = (octets << np.arange(0, 24, 3, dtype=np.uint32)).sum(axis=2, dtype=np.uint32)

@@ -18,28 +18,30 @@ from octavo.loader.base import (
     Weight,
     WeightFormat,
 )
-from octavo.loader.bind import bind, experts, trim_heap, vector
+from octavo.loader.bind import bind, experts, gathered, taken, trim_heap, unread, vector
 from octavo.loader.chat_template import JinjaChatTemplate, several_templates
 from octavo.loader.files import read_file
-from octavo.loader.hf_config import model_config, sizes_left_out
+from octavo.loader.hf_config import model_config, sizes_left_out, text_config
 from octavo.loader.hf_folder import CONFIG, HfFolder, HfWeights
 from octavo.loader.hf_special_tokens import TOKENIZER_CONFIG
 from octavo.loader.hf_tokenizer import GENERATION, hf_tokenizer
+from octavo.loader.interleaved_experts import interleaved_experts
 from octavo.loader.quantization_config import ModelTensors
 from octavo.models.config import ModelConfig
 from octavo.models.families import FAMILIES, program
+from octavo.models.family import ArrayForm, IntArray
 
 TEMPLATE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"  # a folder
 MAX_TEMPLATE = 1 << 20  # bytes
 
-# Without the prefix "model.", which transformers takes off or puts before any name as it needs it:
-# folders of a base model have none.
-_PREFIX = "model."
-_TENSOR = re.compile(r"(?:layers\.(\d{1,4})\.)?([\w.]+)\.(weight|bias)")
-_EXPERT = re.compile(r"\.experts\.(\d{1,4})\.")
+# What transformers takes off or puts before any name as it needs it: folders of a base model have
+# no "model.", and those of a model that sees, too, say which part is the language model.
+_PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model|language_model|model)\.")
+_TENSOR = re.compile(r"(?:layers\.(\d{1,4})\.)?([\w.]+?)(?:\.(weight|bias))?")
+_EXPERT = re.compile(r"\bexperts\.(\d{1,4})\.")
 # All experts' in one tensor, as transformers 5 has them in memory.
-_STACK = re.compile(r"layers\.(\d{1,4})\.mlp\.experts\.(gate_up_proj|down_proj)")
+_STACK = re.compile(r"layers\.(\d{1,4})\.(?:mlp\.)?experts\.(gate_up_proj|down_proj)")
 _STACKS = {"gate_up_proj": "ffn_gate_up_exps", "down_proj": "ffn_down_exps"}
 # Frequencies that old files carry along; they follow from config.json.
 _COMPUTED = "rotary_emb.inv_freq"
@@ -83,12 +85,20 @@ def _release(stored: HfWeights) -> None:
 def _bind(tensors: ModelTensors, config: ModelConfig) -> tuple[ModelConfig, dict[str, Weight]]:
     """The weights by role, and the config as they have it."""
     folder = tensors.stored.folder
-    shapes = program(config).weights
+    shapes, passed_over = program(config).weights, unread(config)
     weights: dict[str, Weight] = {}
+    drafting = FAMILIES[config.family].drafting
     for name in tensors.names:
+        if drafting and name.startswith(drafting):
+            continue
+        if name.removeprefix("model.").startswith(FAMILIES[config.family].ignored):
+            folder.note("only the language model is loaded, not what sees pictures or hears")
+            continue
         if name.endswith(_COMPUTED) or _nothing(tensors, name, shapes, config.family):
             continue
         for role, weight in _weights(tensors, name, shapes, config):
+            if role in passed_over:
+                continue
             if role in weights:
                 file = tensors.stored.place[tensors.first(name)]
                 folder.fail(file, f"has {role} twice: {name!r} is not the first")
@@ -96,7 +106,9 @@ def _bind(tensors: ModelTensors, config: ModelConfig) -> tuple[ModelConfig, dict
     config = _tie(folder, config, weights, tensors.names)
     bound = bind(str(folder.path), weights, program(config).weights)
     shifts = {role: shift for role in bound if (shift := FAMILIES[config.family].shift(role))}
-    return config, bound | {role: _shifted(bound[role], shift) for role, shift in shifts.items()}
+    bound |= {role: _shifted(bound[role], shift) for role, shift in shifts.items()}
+    forms = {role: form for role in bound if (form := FAMILIES[config.family].form(role))}
+    return config, bound | {role: _read(bound[role], form) for role, form in forms.items()}
 
 
 def _tie(
@@ -107,7 +119,7 @@ def _tie(
     key = "tie_word_embeddings"
     if not config.tied_embeddings:
         if head is None:
-            what = "is false" if key in folder.json(CONFIG) else "is left out, which means false"
+            what = "is false" if key in text_config(folder) else "is left out, which means false"
             other = next((name for name in names if name.endswith(".lm_head.weight")), None)
             only = f": only {other!r}, a name that this family does not have" if other else ""
             folder.fail(CONFIG, f"{key} {what}, but there is no tensor 'lm_head.weight'{only}")
@@ -135,7 +147,12 @@ def _weights(
     tensors: ModelTensors, name: str, shapes: dict[str, tuple[int, ...]], config: ModelConfig
 ) -> list[tuple[str, Weight]]:
     """What a tensor is in the Program, by role; by its own name if it is nothing there."""
-    if match := _STACK.fullmatch(name.removeprefix(_PREFIX)):
+    plain = _PREFIX.sub("", name, count=1)
+    if FAMILIES[config.family].interleaved_experts:
+        interleaved = interleaved_experts(tensors.stored, name, plain, config)
+        if interleaved is not None:
+            return list(interleaved.items())
+    elif match := _STACK.fullmatch(plain):
         stack = tensors.stored.weight(name)
         try:
             found = experts(f"layers.{int(match[1])}", _STACKS[match[2]], stack, config)
@@ -143,6 +160,13 @@ def _weights(
             tensors.stored.folder.fail(tensors.stored.place[name], str(error))
         return list(found.items())
     roles = _roles(name, config.family)
+    if places := _gathered(name, shapes, config):
+        total = sum(map(len, places.values()))
+        whole = tensors.weight(name, total, shapes[next(iter(places))][-1])
+        try:
+            return list(taken(whole, places).items())
+        except ValueError as error:
+            tensors.stored.folder.fail(tensors.stored.place[tensors.first(name)], str(error))
     if any(role not in shapes for role in roles):
         if name in tensors.modules:
             tensors.stored.refuse(tensors.first(name), "is not used by this model family")
@@ -159,16 +183,30 @@ def _weights(
     return list(zip(roles, weight.split(rows), strict=True))
 
 
+def _gathered(
+    name: str, shapes: dict[str, tuple[int, ...]], config: ModelConfig
+) -> dict[str, IntArray]:
+    """The roles whose rows are interleaved in a tensor, and where they are in it."""
+    match = _TENSOR.fullmatch(_PREFIX.sub("", name, count=1))
+    if match is None or match[1] is None:
+        return {}
+    ending = ".bias" if match[3] == "bias" else ""
+    return gathered(f"layers.{int(match[1])}.", match[2], ending, shapes, config, gguf=False)
+
+
 def _roles(name: str, family: str) -> list[str]:
     """The roles whose rows a tensor has, one after another; its own name if it is unknown."""
-    match = _TENSOR.fullmatch(name.removeprefix(_PREFIX))
+    plain, record = _PREFIX.sub("", name, count=1), FAMILIES[family]
+    match = _TENSOR.fullmatch(plain)
     if match is None:
         return [name]
     prefix = "" if match[1] is None else f"layers.{int(match[1])}."
     ending = ".bias" if match[3] == "bias" else ""
-    record, part, number = FAMILIES[family], match[2], ""
+    part, number = match[2], ""
+    if match[3] is None and part not in record.bare.values():
+        return [name]
     if expert := _EXPERT.search(part):
-        part, number = _EXPERT.sub(".experts.{}.", part, count=1), f".{int(expert[1])}"
+        part, number = _EXPERT.sub("experts.{}.", part, count=1), f".{int(expert[1])}"
     parts = record.fusions.get(part, (record.roles.get(part),))
     return [name if each is None else prefix + each + number + ending for each in parts]
 
@@ -211,9 +249,17 @@ def _widened(weight: Weight, values: npt.NDArray[Any]) -> npt.NDArray[np.float32
 
 
 def _shifted(weight: Weight, shift: float) -> Weight:
-    data = vector(weight).data.view("<f4") + np.float32(shift)
-    data.flags.writeable = False
-    return weight._replace(source=data.view(np.uint8))
+    return _with_values(weight, vector(weight).data.view("<f4") + np.float32(shift))
+
+
+def _read(weight: Weight, form: ArrayForm) -> Weight:
+    """The numbers that are meant, of those that a folder has."""
+    return _with_values(weight, form.read(vector(weight).data.view("<f4")))
+
+
+def _with_values(weight: Weight, values: npt.NDArray[np.float32]) -> Weight:
+    values.flags.writeable = False
+    return weight._replace(source=values.view(np.uint8))
 
 
 def _chat_template(folder: HfFolder, tokens: Mapping[str, str]) -> ChatTemplate | None:

@@ -8,7 +8,8 @@ keys that it passes over are passed over; those that mean something elsewhere ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import sqrt
+from dataclasses import replace
+from math import inf, sqrt
 from typing import Any, NoReturn
 
 from octavo.loader.base import CheckpointError
@@ -25,10 +26,13 @@ from octavo.models.config import (
     LongRope,
     ModelConfig,
     Rope,
+    Temperature,
+    share_caches,
 )
-from octavo.models.families import HF_TYPES
+from octavo.models.families import HF_TYPES, HF_WRAPPERS
 from octavo.models.family import Key
-from octavo.models.hf_type import FULL, SLIDING, HfType
+from octavo.models.hf_type import FULL, PROPORTIONAL, SLIDING, HfType
+from octavo.models.refused import refusal
 from octavo.models.section import Section
 
 MAX_HEAD_DIM = 1024
@@ -42,12 +46,13 @@ ACTIVATIONS = {
     "gelu_fast": Activation.GELU_TANH,
     "gelu_accurate": Activation.GELU_TANH,
 }
-LAYER_TYPES = {FULL: False, SLIDING: True, "attention": False}  # whether it has a window
+LAYER_TYPES = {FULL: FULL, SLIDING: SLIDING, "attention": FULL}
 # Keys that every model class reads beside its own, and what they must not be.
 REFUSED: dict[str, Callable[[Any], bool]] = {
     "per_layer_config": lambda value: value is not None,
     "is_causal": lambda value: value is not None and not value,
-    "use_bidirectional_attention": bool,
+    # "vision" is for pictures, which are refused.
+    "use_bidirectional_attention": lambda value: bool(value) and value != "vision",
     "configuration_files": bool,  # another file for other versions of transformers
     "transformers_weights": bool,  # another file for the weights
 }
@@ -58,9 +63,36 @@ def model_config(folder: HfFolder) -> ModelConfig:
     return _Reader(folder).config()
 
 
+def text_config(folder: HfFolder) -> dict[str, Any]:
+    """What config.json says of the language model, as if the model were nothing else. Raises
+    `CheckpointError`.
+    """
+    file = folder.json_if_any(CONFIG)
+    wrapper = HF_WRAPPERS.get(str(file.get("model_type")))
+    if wrapper is None:
+        return file
+    outer = Section(lambda reason: folder.fail(CONFIG, reason), file)
+    inner = outer.object("text_config")
+    model_type = inner.text("model_type", wrapper.texts[0])
+    if model_type not in wrapper.texts:
+        inner.fail(refusal("model_type", model_type, ", ".join(wrapper.texts)))
+    for key in wrapper.passed_over:
+        if inner.values.get(key) is not None:
+            folder.note(
+                f"{CONFIG}: text_config: {key} is passed over, as transformers does for "
+                f"{wrapper.classes}Config"
+            )
+    kept = {key: value for key, value in inner.values.items() if key not in wrapper.passed_over}
+    return kept | {
+        "model_type": model_type,
+        "architectures": [HF_TYPES[model_type][1].model_classes[0]],
+        "tie_word_embeddings": outer.flag("tie_word_embeddings", wrapper.tied),
+    }
+
+
 def sizes_left_out(folder: HfFolder) -> str:
     """The sizes that config.json leaves out, and what they are then: for an error's text."""
-    file = folder.json(CONFIG)
+    file = text_config(folder)
     kind = kind_of(file)
     found = []
     for key, value in kind.defaults.items():
@@ -73,7 +105,7 @@ def sizes_left_out(folder: HfFolder) -> str:
 
 def default_of(folder: HfFolder, key: str) -> Any:
     """What config.json means by leaving a key out, or None if it has it."""
-    file = folder.json(CONFIG)
+    file = text_config(folder)
     if key in file or file.get("model_type") not in HF_TYPES:
         return None
     return kind_of(file).defaults.get(key)
@@ -82,23 +114,27 @@ def default_of(folder: HfFolder, key: str) -> Any:
 class _Reader:
     def __init__(self, folder: HfFolder) -> None:
         self.folder = folder
-        file = folder.json(CONFIG)
-        model_type = Section(self.fail, file).text("model_type")
-        if model_type not in HF_TYPES:
-            self.fail(
-                f"model_type {model_type!r} is not supported; supported are {', '.join(HF_TYPES)}"
-            )
-        self.family, named = HF_TYPES[model_type]
+        self.within = ""  # the object of the file that is read
+        whole = folder.json(CONFIG)
+        model_type = Section(self.fail, whole).text("model_type")
+        wrapper = HF_WRAPPERS.get(model_type)
+        if model_type not in HF_TYPES and wrapper is None:
+            supported = ", ".join((*HF_TYPES, *HF_WRAPPERS))
+            self.fail(refusal("model_type", model_type, supported))
+        file = text_config(folder)
+        self.family, named = HF_TYPES[file["model_type"]]
         self.kind = kind_of(file)
-        architectures = file.get("architectures")
-        models = named.model_classes
+        architectures = whole.get("architectures")
+        models = (wrapper or named).model_classes
         if architectures and architectures not in ([model] for model in models):
             self.fail(
                 f"architectures {architectures!r} is not supported, only {' and '.join(models)}"
             )
         for key, refused in REFUSED.items():
-            if refused(file.get(key)):
-                self.fail(f"{key} {file[key]!r:.80} is not supported")
+            for values in (whole, file):
+                if refused(values.get(key)) and not self.has(key):
+                    self.fail(f"{key} {values[key]!r:.80} is not supported")
+        self.within = "text_config: " if wrapper else ""
         self.values = completed(file, self.kind, self.fail, folder.note)
         self.section = Section(self.fail, self.values)
         others = _others(self.kind) & file.keys()
@@ -136,13 +172,16 @@ class _Reader:
             "num_heads": self.heads,
             "num_kv_heads": self.count("num_key_value_heads"),
             "head_dim": self.head_dim,
-            "intermediate_size": self.count("intermediate_size"),
+            "intermediate_size": self.feed_forward(),
             "norm_eps": self.section.real(self.family.eps.hf),
             "activation": self.activation(),
-            "attention_scale": 1.0 / sqrt(self.head_dim),
+            "attention_scale": self.family.attention_scale or 1.0 / sqrt(self.head_dim),
+            "per_layer_input": self.per_layer_input(),
             "tied_embeddings": self.section.flag("tie_word_embeddings"),
             "layers": self.layers(),
+            "temperature": self.temperature(),
             "biases": self.biases(),
+            "sinks": self.family.sinks,
         }
         if self.family.embedding_root:
             values["embedding_scale"] = sqrt(self.hidden)
@@ -165,35 +204,120 @@ class _Reader:
     def layers(self) -> tuple[Layer, ...]:
         """What the layers have follows from the keys that the class has."""
         ropes = self.values["rope_parameters"]
+        wide = self.count("global_head_dim") if self.has("global_head_dim") else self.head_dim
+        if wide > MAX_HEAD_DIM:
+            self.fail(f"global_head_dim is {wide}, above {MAX_HEAD_DIM}")
         if len(self.kind.rope_theta) > 1:
-            rope, local = self.rope(ropes[FULL]), self.rope(ropes[SLIDING])
+            rope = self.rope(ropes[FULL], wide)
+            local = self.rope(ropes[SLIDING], self.head_dim)
         else:
-            rope = local = self.rope(ropes)
+            rope = local = self.rope(ropes, self.head_dim)
         window = self.window() if self.has("sliding_window") else None
-        types = [window is not None] * self.num_layers
+        types = [SLIDING if window is not None else FULL] * self.num_layers
         if self.has("layer_types"):
             types = self.layer_types()
-            if any(types) and window is None and not self.kind.null_window:
+            if SLIDING in types and window is None and not self.kind.null_window:
                 key = "use_sliding_window"
                 why = f"{key} is false" if self.has(key) else "sliding_window is null"
                 self.fail(f"layer_types has {SLIDING}, but {why}")
-        return tuple(
-            Layer(local if sliding else rope, window if sliding else None, experts)
-            for sliding, experts in zip(types, self.experts(), strict=True)
+        far = Layer(rope)
+        if self.has("global_head_dim"):
+            far = self.global_layer(far, wide)
+        kinds = {FULL: far, SLIDING: Layer(local, window)}
+        if (recurrent := self.family.recurrent) is not None and recurrent.layer_type in types:
+            kinds[recurrent.layer_type] = Layer(rope, recurrence=recurrent.hf(self.count))
+        shared = 0
+        if self.has("shared_expert_intermediate_size"):
+            shared = self.count("shared_expert_intermediate_size")
+        layers = [
+            replace(
+                kinds[kind],
+                rope=kinds[kind].rope if rotates else UNROTATED,
+                experts=experts,
+                shared_expert=shared if experts else 0,
+            )
+            for kind, rotates, experts in zip(
+                types, self.rotated(types), self.experts(), strict=True
+            )
+        ]
+        return self.sharing(layers) if self.has("num_kv_shared_layers") else tuple(layers)
+
+    def rotated(self, types: list[str]) -> list[bool]:
+        """Which layers have rotary positions."""
+        if self.family.rotates_windows:
+            return [kind == SLIDING for kind in types]
+        if not self.has("no_rope_layers"):
+            return [True] * self.num_layers
+        flags = self.values["no_rope_layers"]  # which is 1 where there are any
+        if not isinstance(flags, list) or any(flag not in (0, 1) for flag in flags):
+            self.fail("no_rope_layers is not a list of 0 and 1")
+        if len(flags) < self.num_layers:
+            self.fail(f"no_rope_layers has {len(flags)} numbers for {self.num_layers} layers")
+        return [bool(flag) for flag in flags[: self.num_layers]]
+
+    def temperature(self) -> Temperature | None:
+        """How queries grow with their position."""
+        if not self.family.temperature:
+            return None
+        section = self.section.object("rope_parameters")
+        beta, original = section.real("llama_4_scaling_beta"), section.count(ORIGINAL)
+        return Temperature(beta, original) if beta else None
+
+    def global_layer(self, layer: Layer, head_dim: int) -> Layer:
+        """Return a layer that sees everything, where these have heads of their own."""
+        kv_heads = self.values["num_global_key_value_heads"]
+        return replace(
+            layer,
+            head_dim=head_dim,
+            num_kv_heads=None if kv_heads is None else self.count("num_global_key_value_heads"),
+            keys_as_values=self.section.flag("attention_k_eq_v"),
         )
+
+    def sharing(self, layers: list[Layer]) -> tuple[Layer, ...]:
+        """Return the layers of which the last read others' keys and values."""
+        count = self.section.count("num_kv_shared_layers", least=0)
+        if self.section.flag("use_double_wide_mlp"):
+            wide = 2 * self.count("intermediate_size")
+            first = len(layers) - count
+            layers[first:] = [replace(layer, intermediate_size=wide) for layer in layers[first:]]
+        try:
+            return share_caches(layers, count)
+        except ValueError as error:
+            self.fail(f"num_kv_shared_layers is {count}: {error}")
+
+    def per_layer_input(self) -> int:
+        """The width of what each layer gets of a token's second embedding."""
+        if not self.has("hidden_size_per_layer_input"):
+            return 0
+        width = self.section.count("hidden_size_per_layer_input", 0, least=0)
+        rows, tokens = self.count("vocab_size_per_layer_input"), self.count("vocab_size")
+        if width and rows != tokens:
+            self.fail(f"vocab_size_per_layer_input {rows} differs from vocab_size {tokens}")
+        return width
+
+    def feed_forward(self) -> int:
+        """The width of feed-forward layers."""
+        if self.kind.feed_forward is None:
+            return self.count("intermediate_size")
+        return self.kind.feed_forward(self.section)
 
     def experts(self) -> list[Experts | None]:
         """The experts of each layer; those of the class that has any are in every layer, but for
         the dense ones that it may name.
         """
-        if not self.has("num_experts_per_tok"):
+        switch = "enable_moe_block"
+        off = self.has(switch) and not self.section.flag(switch)
+        if off or not self.has("num_experts_per_tok"):
             return [None] * self.num_layers
         size = "moe_intermediate_size" if self.has("moe_intermediate_size") else "intermediate_size"
         experts = Experts(
-            self.count("num_local_experts"),
+            self.count(
+                "num_local_experts" if "num_local_experts" in self.values else "num_experts"
+            ),
             self.count("num_experts_per_tok"),
             self.count(size),
             self.section.flag("norm_topk_prob") if self.has("norm_topk_prob") else True,
+            **self.family.experts,
         )
         step = self.count("decoder_sparse_step") if self.has("decoder_sparse_step") else 1
         dense = self.values["mlp_only_layers"] if self.has("mlp_only_layers") else []
@@ -208,15 +332,19 @@ class _Reader:
         """``sliding_window``: null is none."""
         return None if self.values["sliding_window"] is None else self.count("sliding_window")
 
-    def layer_types(self) -> list[bool]:
-        """Which layers have a window."""
+    def layer_types(self) -> list[str]:
+        """The type of each layer: one of hf_type's, or that of the family's recurrent layers."""
+        known = dict(LAYER_TYPES)
+        if (recurrent := self.family.recurrent) is not None:
+            known[recurrent.layer_type] = recurrent.layer_type
         types = self.values["layer_types"]
         if not isinstance(types, list) or len(types) != self.num_layers:
             self.fail(f"layer_types is not a list of {self.num_layers} types")
         for kind in types:
-            if not isinstance(kind, str) or kind not in LAYER_TYPES:
-                self.fail(f"layer type {kind!r} is not supported, only {FULL} and {SLIDING}")
-        return [LAYER_TYPES[kind] for kind in types]
+            if not isinstance(kind, str) or kind not in known:
+                names = " and ".join(sorted(set(known.values())))
+                self.fail(f"layer type {kind!r} is not supported, only {names}")
+        return [known[kind] for kind in types]
 
     def biases(self) -> frozenset[str]:
         """The projections with a bias."""
@@ -226,12 +354,14 @@ class _Reader:
 
     # ── Rotary positions ────────────────────────────────────────────────────────────────────────
 
-    def rope(self, values: dict[str, Any]) -> Rope:
+    def rope(self, values: dict[str, Any], head_dim: int) -> Rope:
         """One rotary embedding. Only here are the section's keys interpreted."""
         section = Section(self.fail, values)
         theta = section.real("rope_theta")
         kind = section.text("rope_type")
         part = section.real("partial_rotary_factor", self.kind.partial_rotary or 1.0)
+        if kind == PROPORTIONAL:
+            return self.proportional_rope(section, part, head_dim)
         if part != 1.0 and not self.kind.partial_rotary:
             if kind != "default":
                 self.fail(
@@ -246,10 +376,10 @@ class _Reader:
             return UNROTATED
         if not 0.0 < part <= 1.0:
             self.fail(f"partial_rotary_factor is {part:g}, outside 0 to 1")
-        dim = int(self.head_dim * part)
+        dim = int(head_dim * part)
         if dim % 2 and theta > 0.0:  # one more turns, with the frequencies of an odd number
             theta, dim = theta ** ((dim + 1) / dim), dim + 1
-        plain = {"theta": theta, "dim": dim, "interleaved": False}
+        plain = {"theta": theta, "dim": dim, "interleaved": self.family.hf_interleaved}
         rules: dict[str, Callable[[Section, dict[str, Any]], Rope]] = {
             "default": lambda _, plain: Rope(**plain),
             "linear": self.linear_rope,
@@ -264,6 +394,18 @@ class _Reader:
             raise
         except (ValueError, ArithmeticError) as error:
             self.fail(f"rope type {kind!r} cannot be computed from {values}: {error}")
+
+    def proportional_rope(self, section: Section, part: float, head_dim: int) -> Rope:
+        """The first pairs with the frequencies that they have where all are rotated."""
+        if not 0.0 <= part <= 1.0:
+            self.fail(f"partial_rotary_factor is {part:g}, outside 0 to 1")
+        pairs, rotated = head_dim // 2, int(part * head_dim // 2)
+        if not rotated:
+            return UNROTATED
+        factors = (1.0,) * rotated + (inf,) * (pairs - rotated)
+        scale = 1.0 / section.at_least_one("factor", 1.0)
+        factors = factors if rotated < pairs else ()
+        return Rope(section.real("rope_theta"), 2 * pairs, False, scale, factors)
 
     def linear_rope(self, section: Section, plain: dict[str, Any]) -> Rope:
         return Rope(**plain, scale=1.0 / section.at_least_one("factor"))
@@ -319,11 +461,15 @@ class _Reader:
     # ── Keys ────────────────────────────────────────────────────────────────────────────────────
 
     def fail(self, reason: str) -> NoReturn:
-        self.folder.fail(CONFIG, reason)
+        self.folder.fail(CONFIG, self.within + reason)
 
     def activation(self) -> Activation:
         key = activation_key(self.kind)
+        if not key:
+            return Activation.SILU
         name = self.section.text(key)
+        if self.family.activation is Activation.SWIGLU_CLAMPED:
+            return self.family.activation  # its class has the key, and its model does not heed it
         if name not in ACTIVATIONS:
             self.fail(f"{key} {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
@@ -335,7 +481,7 @@ class _Reader:
 
     def has(self, key: str) -> bool:
         """Whether the class has a key; a file may have others."""
-        return key in self.kind.defaults
+        return key in self.kind.defaults or key in self.kind.aliases.values()
 
     def count(self, key: str) -> int:
         return self.section.count(key)
@@ -349,7 +495,9 @@ def kind_of(file: dict[str, Any]) -> HfType:
 
 
 def activation_key(kind: HfType) -> str:
-    return "hidden_act" if "hidden_act" in kind.defaults else "hidden_activation"
+    """The key of the activation; "": the class has none, and its models have SiLU."""
+    keys = ("hidden_act", "hidden_activation")
+    return next((key for key in keys if key in kind.defaults), "")
 
 
 def _others(kind: HfType) -> set[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from octavo.models.hf_type import FULL, SLIDING, HfType
+from octavo.models.hf_type import FULL, PROPORTIONAL, SLIDING, HfType
 from octavo.models.section import Section
 
 _BOTH = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -20,6 +20,7 @@ _YARN = {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "msca
 # The keys that each rope type reads. Those with the last one get it if the file has none.
 ROPE_KEYS: dict[str, set[str]] = {
     "default": _BOTH,
+    PROPORTIONAL: _BOTH | {"factor"},
     "linear": _BOTH | {"factor"},
     "dynamic": _BOTH | {"factor"},
     "llama3": _BOTH | _LLAMA3,
@@ -47,6 +48,7 @@ def completed(
             for key, value in file.items()
             if (key in kind.defaults) == known
         }
+    values |= {key: file[old] for old, key in kind.renamed.items() if old in file}
     section = Section(fail, values)
     for key, rule in kind.computed.items():
         if rule.always or values.get(key) is None:
@@ -99,7 +101,7 @@ class _Ropes:
             )
         for key in sorted(new.keys() - {FULL, SLIDING, "truncate"}):
             self.note(f"rope_parameters: {key} is passed over, being of no layer type")
-        bases = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
+        bases = {FULL: "rope_theta", SLIDING: self.kind.local_theta}
         return {
             kind: self.standard(section, f"rope_parameters: {kind}", bases[kind], kind)
             | {"truncate": new.get("truncate", True)}
@@ -131,7 +133,7 @@ class _Ropes:
                 rope[_ORIGINAL] = self.values[_ORIGINAL]
             else:
                 rope.setdefault(_ORIGINAL, self.values["max_position_embeddings"])
-        for key in sorted(rope.keys() - ROPE_KEYS[kind]):
+        for key in sorted(rope.keys() - ROPE_KEYS[kind] - self.kind.rope_keys):
             self.note(f"{name}: {key} is passed over by rope type {kind!r}")
         return rope
 

@@ -74,6 +74,9 @@ class HfWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.files[self.place[name]].tensors[name].shape
 
+    def dtype(self, name: str) -> str:
+        return self.files[self.place[name]].tensors[name].dtype
+
     def nbytes(self, name: str) -> int:
         info = self.files[self.place[name]].tensors[name]
         return info.end - info.begin

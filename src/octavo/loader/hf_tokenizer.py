@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from octavo.loader.encoder import guarded
 from octavo.loader.files import json_object, read_file
-from octavo.loader.hf_config import default_of
+from octavo.loader.hf_config import default_of, text_config
 from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.loader.hf_special_tokens import (
     TOKENIZER,
@@ -166,8 +166,9 @@ class _Reader:
     def stop_tokens(self, named: dict[str, str], added: set[int]) -> set[int]:
         """Every token that ends a turn, whichever of the files says so."""
         stops = set()
-        for file in (GENERATION, CONFIG):
-            value = self.folder.json_if_any(file).get("eos_token_id")
+        read, part = self.folder.json_if_any, text_config(self.folder)
+        for file, values in (GENERATION, read(GENERATION)), (CONFIG, read(CONFIG)), (CONFIG, part):
+            value = values.get("eos_token_id")
             for token_id in value if isinstance(value, list) else [value]:
                 if token_id is None:
                     continue
@@ -188,7 +189,7 @@ class _Reader:
         return stops
 
     def configured(self, key: str, default: int | None) -> int | None:
-        value = self.folder.json_if_any(CONFIG).get(key)
+        value = (text_config(self.folder) | self.folder.json_if_any(CONFIG)).get(key)
         if value is None:
             return default
         if type(value) is not int or not 0 <= value < self.vocab_size:

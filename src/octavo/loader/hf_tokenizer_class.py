@@ -13,13 +13,18 @@ from typing import Any, NamedTuple
 
 from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.loader.hf_special_tokens import TOKENIZER_CONFIG
-from octavo.models.families import HF_TYPES
+from octavo.models.families import HF_TYPES, HF_WRAPPERS
+from octavo.models.hf_type import HfType, HfWrapper
 
 Json = dict[str, Any]
 
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN3_5_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -39,7 +44,7 @@ def tokenizer_class(folder: HfFolder, tokenizer: Json) -> TokenizerClass | None:
     kind = folder.json_if_any(CONFIG).get("model_type")
     named = config.get("tokenizer_class") or folder.json_if_any(CONFIG).get("tokenizer_class")
     named = named.removesuffix("Fast") if isinstance(named, str) else ""
-    known = HF_TYPES[kind][1] if isinstance(kind, str) and kind in HF_TYPES else None
+    known = _registered(kind) if isinstance(kind, str) else None
     registered = known.tokenizer if known else None
     if (known and known.tokenizer_overrules) or not named or registered == "":
         named = registered or ""
@@ -54,6 +59,12 @@ def tokenizer_class(folder: HfFolder, tokenizer: Json) -> TokenizerClass | None:
     if not isinstance(vocabulary, dict) or (unknown is not None and unknown not in vocabulary):
         return None  # transformers refuses to make the class of such a file
     return found
+
+
+def _registered(model_type: str) -> HfType | HfWrapper | None:
+    if model_type in HF_TYPES:
+        return HF_TYPES[model_type][1]
+    return HF_WRAPPERS.get(model_type)
 
 
 def _byte_level(tokenizer: Json) -> bool:
@@ -107,8 +118,8 @@ def _byte_level_step(**settings: bool) -> Json:
     return {"type": "ByteLevel", **settings}
 
 
-def _qwen2(config: Json) -> Json:
-    split = {"type": "Split", "pattern": {"Regex": QWEN2_SPLIT}, "behavior": "Isolated"}
+def _qwen2(config: Json, pattern: str = QWEN2_SPLIT) -> Json:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     space = bool(config.get("add_prefix_space"))
     return {
         "normalizer": {"type": "NFC"},
@@ -129,6 +140,18 @@ def _gpt2(config: Json) -> Json:
         "normalizer": None,
         "pre_tokenizer": _byte_level_step(add_prefix_space=bool(config.get("add_prefix_space"))),
         "decoder": _byte_level_step(),
+        "model": {},
+    }
+
+
+def _cohere(config: Json) -> Json:
+    space = bool(config.get("add_prefix_space"))
+    digits = {"type": "Digits", "individual_digits": True}
+    step = _byte_level_step(add_prefix_space=space)
+    return {
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [digits, step]},
+        "decoder": step,
         "model": {},
     }
 
@@ -180,14 +203,23 @@ _GEMMA_NAMES = {
     "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>",
     "mask_token": "<mask>",
 }  # fmt: skip
+_COHERE_NAMES = {
+    "bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "unk_token": "<UNK>",
+    "pad_token": "<PAD>", "cls_token": "<CLS>", "sep_token": "<SEP>", "mask_token": "<MASK_TOKEN>",
+}  # fmt: skip
 _CLASSES = {
     "Qwen2Tokenizer": TokenizerClass(
         _qwen2, {"eos_token": _END, "unk_token": _END, "pad_token": _END}, readds=True
+    ),
+    "Qwen3_5Tokenizer": TokenizerClass(
+        lambda config: _qwen2(config, QWEN3_5_SPLIT),
+        {"eos_token": _END, "unk_token": _END, "pad_token": _END},
     ),
     "LlamaTokenizer": TokenizerClass(
         _llama, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     ),
     "GemmaTokenizer": TokenizerClass(_gemma, _GEMMA_NAMES),
+    "CohereTokenizer": TokenizerClass(_cohere, _COHERE_NAMES),
     "GPT2Tokenizer": TokenizerClass(
         _gpt2, {"bos_token": _END, "eos_token": _END, "unk_token": _END, "pad_token": None}
     ),

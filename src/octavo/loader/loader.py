@@ -7,7 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from octavo.loader.base import ChatTemplate, Checkpoint, Weight
-from octavo.loader.bind import STACKS, bind, experts, listed, trim_heap
+from octavo.loader.bind import (
+    STACKS,
+    bind,
+    expert_biases,
+    experts,
+    gathered,
+    listed,
+    taken,
+    trim_heap,
+    unread,
+)
 from octavo.loader.chat_template import JinjaChatTemplate, several_templates
 from octavo.loader.generation_config import of_gguf
 from octavo.loader.gguf import GgufFile
@@ -19,11 +29,15 @@ from octavo.loader.pull import known_at
 from octavo.loader.tokenizer import BpeTokenizer
 from octavo.models.config import ModelConfig
 from octavo.models.families import FAMILIES, program
+from octavo.models.family import Family
 
 # Tensors that are read into the ModelConfig and are no weights of the Program.
 _CONFIG_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+_BLOCK = re.compile(r"blk\.(\d{1,4})\.")
+_LAYER = re.compile(r"^layers\.\d+\.")
 # A tensor an expert, as files had them before there was one for all.
 _OLD_EXPERT = re.compile(r"(layers\.\d+\.ffn_(?:gate|up|down))(\.\d+)")
+_STACKED_BIAS = re.compile(r"(layers\.\d+\.ffn_(?:gate|up|down)_exps)\.bias")
 
 
 def load(path: Path) -> Checkpoint:
@@ -72,27 +86,52 @@ def _release(file: GgufFile) -> None:
     trim_heap()
 
 
-def role(tensor: str) -> str:
+def role(tensor: str, family: Family) -> str:
     """``blk.3.attn_q.weight`` → ``layers.3.attn_q``; biases keep their ending."""
     name = re.sub(r"^blk\.", "layers.", tensor).removesuffix(".weight")
-    return _OLD_EXPERT.sub(r"\1_exps\2", name)
+    own = {called: role for role, called in family.gguf_names.items()}
+    return own.get(name, _OLD_EXPERT.sub(r"\1_exps\2", name))
+
+
+def parts_of(role: str) -> tuple[str, str]:
+    """``layers.3.attn_q`` → (``layers.3.``, ``attn_q``)."""
+    part = _LAYER.sub("", role)
+    return role.removesuffix(part), part
+
+
+def _drafts(tensor: str, config: ModelConfig) -> bool:
+    """Whether a tensor is of layers behind the model's own, which only draft."""
+    match = _BLOCK.match(tensor)
+    return match is not None and int(match[1]) >= len(config.layers)
 
 
 def _by_role(
     file: GgufFile, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, Weight]:
     weights: dict[str, Weight] = {}
-    fused = FAMILIES[config.family].gguf_fusions
+    family, passed_over = FAMILIES[config.family], unread(config)
     for name in file.tensors:
-        if name in _CONFIG_TENSORS:
+        if name in _CONFIG_TENSORS or _drafts(name, config) or role(name, family) in passed_over:
             continue
-        weight, key = file.weight(name), role(name)
-        prefix, _, part = key.rpartition(".")
-        roles = [f"{prefix}.{each}" for each in fused.get(part, ())]
+        weight, key = file.weight(name), role(name, family)
+        prefix, part = parts_of(key)
+        roles = [prefix + each for each in family.gguf_fusions.get(part, ())]
         rows = [shapes[each][0] for each in roles if each in shapes]
-        if part in STACKS:
+        called, ending = part.removesuffix(".bias"), ".bias" if part.endswith(".bias") else ""
+        places = gathered(prefix, called, ending, shapes, config, gguf=True)
+        if match := _STACKED_BIAS.fullmatch(key):
             try:
-                found = experts(prefix, part, weight, config)
+                found = expert_biases(match[1], weight, config)
+            except ValueError as error:
+                file.fail(str(error))
+        elif places:
+            try:
+                found = taken(weight, places)
+            except ValueError as error:
+                file.fail(str(error))
+        elif part in STACKS:
+            try:
+                found = experts(prefix.removesuffix("."), part, weight, config)
             except ValueError as error:
                 file.fail(str(error))
         # An ffn_up of its usual size is no fused one.

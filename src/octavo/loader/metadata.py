@@ -7,27 +7,42 @@ refused by name: a key that changes the computation must not be passed over.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import sqrt
+from math import inf, sqrt
 from typing import Any, NoReturn
 
 import numpy as np
 
 from octavo.loader.base import WeightFormat
 from octavo.loader.gguf import GgufFile
-from octavo.models.config import MAX_LAYERS, UNROTATED, Experts, Layer, LongRope, ModelConfig, Rope
+from octavo.models.config import (
+    MAX_LAYERS,
+    UNROTATED,
+    Experts,
+    Layer,
+    LongRope,
+    ModelConfig,
+    Rope,
+    Temperature,
+    share_caches,
+)
 from octavo.models.families import ARCHITECTURES
 from octavo.models.family import Family, Windows
+from octavo.models.refused import refusal
 from octavo.models.rope import yarn_factors, yarn_magnitude
 
-PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+KV = ("attn_k", "attn_v")
+PROJECTIONS = (
+    *("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
+    "ffn_gate_inp",
+)
 # Keys that may have a number for each layer, where llama.cpp takes one for all, too.
+KV_HEADS = "attention.head_count_kv"
 PER_LAYER = (
     "attention.head_count",
-    "attention.head_count_kv",
-    "feed_forward_length",
     "expert_feed_forward_length",
     "expert_used_count",
 )
+UNROTATED_FACTOR = 1e30  # and more: what llama.cpp has for pairs that are not rotated
 LLAMA3_THETA, LLAMA3_CONTEXT = 500000.0, 8192  # of Llama 3, which 3.1 scales
 
 
@@ -35,8 +50,7 @@ def model_config(file: GgufFile) -> ModelConfig:
     """The model's shape. Raises `CheckpointError` for what is missing, wrong or unsupported."""
     architecture = file.get("general.architecture", str)
     if architecture not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
-        file.fail(f"architecture {architecture!r} is not supported; supported are {supported}")
+        file.fail(refusal("architecture", architecture, ", ".join(ARCHITECTURES)))
     return _Reader(file, architecture).config()
 
 
@@ -51,15 +65,16 @@ class _Reader:
         file = self.file
         hidden = self.positive("embedding_length")
         heads = self.positive("attention.head_count")
-        kv_heads = self.positive("attention.head_count_kv", heads)
-        if not self.has("attention.key_length") and hidden % heads:
-            self.fail("embedding_length", f"is not a multiple of attention.head_count {heads}")
-        head_dim = self.positive("attention.key_length", hidden // heads)
-        if self.positive("attention.value_length", head_dim) != head_dim:
-            self.fail("attention.value_length", f"differs from the key length {head_dim}")
-        num_layers = self.positive("block_count")
+        # Those behind the model's own only draft.
+        drafting = self.positive("nextn_predict_layers", 0, least=0)
+        num_layers = self.positive("block_count", least=drafting + 1) - drafting
         if num_layers > MAX_LAYERS:
             self.fail("block_count", f"is above {MAX_LAYERS}")
+        if not self.has("attention.key_length") and hidden % heads:
+            self.fail("embedding_length", f"is not a multiple of attention.head_count {heads}")
+        wide = self.head_dim("", hidden // heads)
+        # Of layers with a window, where their heads are others: the model's then.
+        head_dim = self.head_dim("_swa", wide)
         embedding = file.tensors.get("token_embd.weight")
         if embedding is None:
             file.fail("tensor 'token_embd.weight' is missing")
@@ -74,16 +89,36 @@ class _Reader:
         if self.family.embedding_root:
             values["embedding_scale"] = sqrt(hidden)
         large = num_layers == self.family.hidden_scale_layers
-        scale = 1.0 / sqrt(hidden / heads if large else head_dim)
+        scale = self.family.attention_scale or 1.0 / sqrt(hidden / heads if large else head_dim)
+        layers = self.with_recurrences(self.layers(num_layers, head_dim, wide))
+        # Those of the model are the first layer's that has a window, if any has one.
+        first = next((i for i, layer in enumerate(layers) if layer.window is not None), 0)
+        kv_heads = self.each(KV_HEADS, num_layers, heads)
+        widths = self.feed_forwards(num_layers)
+        temperature = self.temperature()
         values |= {
-            "intermediate_size": self.positive("feed_forward_length"),
+            "num_kv_heads": kv_heads[first],
+            "intermediate_size": widths[0],
             "norm_eps": self.real(self.family.eps.gguf),
             "attention_scale": self.real("attention.scale", 0.0) or scale,
-            "layers": tuple(
-                replace(layer, experts=self.experts) for layer in self.layers(num_layers, head_dim)
+            "layers": self.sharing(
+                [
+                    replace(
+                        layer,
+                        experts=self.experts,
+                        shared_expert=self.shared_expert(),
+                        num_kv_heads=None if of_kv == kv_heads[first] else of_kv,
+                        intermediate_size=None if width == widths[0] else width,
+                        keys_as_values=self.keys_as_values(index),
+                    )
+                    for index, (layer, of_kv, width) in enumerate(
+                        zip(layers, kv_heads, widths, strict=True)
+                    )
+                ]
             ),
+            "temperature": temperature,
             "context_length": self.context,  # as the rotary scaling has it
-            "biases": frozenset(n for n in PROJECTIONS if f"blk.0.{n}.bias" in file.tensors),
+            "biases": self.biases(num_layers),
         }
         self.refuse_other_switches()
         self.refuse_other_keys()
@@ -95,32 +130,130 @@ class _Reader:
                 vocab_size=vocab,
                 hidden_size=hidden,
                 num_heads=heads,
-                num_kv_heads=kv_heads,
                 head_dim=head_dim,
                 activation=self.family.activation,
+                sinks=self.family.sinks,
                 tied_embeddings="output.weight" not in file.tensors,
             )
         except ValueError as error:
             file.fail(str(error))
+
+    def feed_forwards(self, count: int) -> list[int]:
+        """The width of each layer's dense feed-forward layer, or where there are none and the key
+        is missing, that of the experts.
+        """
+        width = None if self.experts is None else self.experts.intermediate_size
+        return self.each("feed_forward_length", count, width)
+
+    def shared_expert(self) -> int:
+        """The width of the expert that every token goes to, or 0."""
+        key = self.family.shared_expert_size
+        return self.positive(key) if key and self.experts is not None else 0
+
+    def biases(self, num_layers: int) -> frozenset[str]:
+        """The projections with a bias, in any layer."""
+        tensors = self.file.tensors
+        found = {
+            name
+            for name in PROJECTIONS
+            for index in range(num_layers)
+            if f"blk.{index}.{name}.bias" in tensors
+        }
+        parts = (each.parts for each in self.family.gathers if each.gguf in found)
+        return frozenset(found.union(*parts))
 
     def family_of(self, families: list[Family]) -> tuple[Family, Experts | None]:
         """Return the family of an architecture, and the experts of every layer. These
         architectures share out a token's weights over its own experts.
         """
         dense = [family for family in families if not family.expert_size]
+        if any(family.windows for family in dense) and len(dense) > 1:
+            window = self.positive("attention.sliding_window", 0, least=0)
+            dense = [family for family in dense if bool(family.windows) == bool(window)]
         sparse = [family for family in families if family.expert_size]
-        required = 0 if dense else None
+        required = 0 if dense or any(family.also_dense for family in sparse) else None
         if not sparse or not (count := self.positive("expert_count", required, least=0)):
             return (dense or sparse)[0], None
         chosen = self.positive("expert_used_count")
         size = self.positive(sparse[0].expert_size)
-        return sparse[0], Experts(count, chosen, size, renormalize=True)
+        return sparse[0], Experts(count, chosen, size, renormalize=True, **sparse[0].experts)
 
-    def layers(self, count: int, head_dim: int) -> tuple[Layer, ...]:
-        rope = self.rope(head_dim)
+    def layers(self, count: int, head_dim: int, wide: int) -> tuple[Layer, ...]:
+        """The layers with their windows; those without have heads of ``wide`` elements."""
+        far = Layer(self.rope(wide), head_dim=None if wide == head_dim else wide)
         if self.family.windows is None:
-            return (Layer(rope),) * count
-        return self.windowed_layers(count, rope, self.family.windows)
+            layers = (far,) * count
+        else:
+            layers = self.windowed_layers(count, far, head_dim, self.family.windows)
+        if self.family.rotates_windows:
+            return tuple(
+                replace(layer, rope=layer.rope if layer.window else UNROTATED) for layer in layers
+            )
+        period = self.family.unrotated_period or count + 1
+        return tuple(
+            replace(layer, rope=layer.rope if (index + 1) % period else UNROTATED)
+            for index, layer in enumerate(layers)
+        )
+
+    def temperature(self) -> Temperature | None:
+        """How queries grow with their position, beyond the context that scaled positions have."""
+        if not self.family.temperature:
+            return None
+        beta = self.real("attention.temperature_scale", 0.0)
+        original = self.positive("rope.scaling.original_context_length", self.context)
+        return Temperature(beta, original) if beta else None
+
+    def head_dim(self, ending: str, default: int) -> int:
+        """The width of heads, by the keys of that ending: that of keys is that of values."""
+        width = self.positive(f"attention.key_length{ending}", default)
+        if self.positive(f"attention.value_length{ending}", width) != width:
+            self.fail(f"attention.value_length{ending}", f"differs from the key length {width}")
+        return width
+
+    def keys_as_values(self, layer: int) -> bool:
+        """Whether a layer has a projection to keys and none to values."""
+        keys, values = (f"blk.{layer}.{name}.weight" in self.file.tensors for name in KV)
+        return self.family.keys_as_values and keys and not values
+
+    def sharing(self, layers: list[Layer]) -> tuple[Layer, ...]:
+        """The layers, of which the last read others' keys and values."""
+        key = "attention.shared_kv_layers"
+        count = self.positive(key, 0, least=0)
+        try:
+            return share_caches(layers, count)
+        except ValueError as error:
+            self.fail(key, f"does not fit: {error}")
+
+    def with_recurrences(self, layers: tuple[Layer, ...]) -> list[Layer]:
+        """The layers, some of which are recurrent."""
+        recurrent = self.family.recurrent
+        if recurrent is None:
+            return list(layers)
+        flags = self.recurrent_flags(len(layers), recurrent.period)
+        if not any(flags):
+            return list(layers)
+        shape = recurrent.gguf(self.positive)
+        return [
+            replace(layer, recurrence=shape) if flag else layer
+            for layer, flag in zip(layers, flags, strict=True)
+        ]
+
+    def recurrent_flags(self, count: int, period: int) -> list[bool]:
+        """Which layers are recurrent: a flag a layer, those without KV heads, or all but one in so
+        many.
+        """
+        key = "attention.recurrent_layers"
+        interval = self.positive("full_attention_interval", period, least=0)
+        flags = self.file.metadata.get(self.prefix + key)
+        heads = self.file.metadata.get(self.prefix + KV_HEADS)
+        self.used.add(key)
+        if isinstance(flags, np.ndarray):
+            if flags.dtype.kind not in "biu" or len(flags) < count:
+                self.fail(key, f"is not one bool for each of {count} layers")
+            return [bool(flag) for flag in flags[:count]]
+        if isinstance(heads, np.ndarray):
+            return [bool(number == 0) for number in heads[:count]]
+        return [interval > 0 and (index + 1) % interval != 0 for index in range(count)]
 
     # ── Rotary positions and windows ────────────────────────────────────────────────────────────
 
@@ -161,12 +294,15 @@ class _Reader:
         return replace(plain, factors=short, by_length=LongRope(original, long))
 
     def yarn_rope(self, plain: Rope, factor: float, original: int) -> Rope:
-        for key, value in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
-            if self.real(f"rope.scaling.{key}", value) != value:
-                self.fail(f"rope.scaling.{key}", f"is not supported, only {value:g}")
+        if self.real("rope.scaling.yarn_ext_factor", 1.0) != 1.0:
+            self.fail("rope.scaling.yarn_ext_factor", "is not supported, only 1")
+        log_multiplier = self.real("rope.scaling.yarn_log_multiplier", 0.0)
+        if log_multiplier and not self.family.temperature:
+            self.fail("rope.scaling.yarn_log_multiplier", "is not supported, only 0")
         fast = self.real("rope.scaling.yarn_beta_fast", 32.0)
         slow = self.real("rope.scaling.yarn_beta_slow", 1.0)
-        magnitude = self.real("rope.scaling.yarn_attn_factor", yarn_magnitude(factor))
+        magnitude = yarn_magnitude(factor) / yarn_magnitude(factor, log_multiplier)
+        magnitude = self.real("rope.scaling.yarn_attn_factor", magnitude)
         try:
             factors = yarn_factors(plain.theta, plain.dim, factor, original, fast, slow)
         except (ValueError, ArithmeticError) as error:
@@ -188,7 +324,8 @@ class _Reader:
             self.file.fail(
                 f"tensor {name!r} is {info.format.name} {list(info.shape)}, not F32 [{dim // 2}]"
             )
-        return tuple(float(value) for value in self.file.weight(name).data.view("<f4"))
+        factors = (float(value) for value in self.file.weight(name).data.view("<f4"))
+        return tuple(inf if factor >= UNROTATED_FACTOR else factor for factor in factors)
 
     def note_unscaled(self, rope: Rope, original: int) -> None:
         """A file that looks like one of a scaled model and has no scaling."""
@@ -205,26 +342,30 @@ class _Reader:
             f"the context has {self.context} tokens, and {why}"
         )
 
-    def windowed_layers(self, count: int, rope: Rope, windows: Windows) -> tuple[Layer, ...]:
-        """Windows in all layers, or in a pattern. Those with a rotary base of their own are never
-        scaled.
+    def windowed_layers(
+        self, count: int, far: Layer, head_dim: int, windows: Windows
+    ) -> tuple[Layer, ...]:
+        """Windows in all layers, or in a pattern, beside layers like ``far``. Those with a rotary
+        base of their own are never scaled.
         """
+        rope = far.rope
         key, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
         window = self.positive(key, windows.default, least=min(windows.default, 1))
         if not windows.period:
-            return (Layer(rope, window or None),) * count
+            return (replace(far, window=window or None),) * count
         base = self.real("rope.freq_base_swa", windows.theta or rope.theta)
         local = replace(rope, theta=base)
-        if windows.theta is not None:
-            local = Rope(base, rope.dim, rope.interleaved)
+        if not windows.scaled:
+            dim = self.positive("rope.dimension_count_swa", min(rope.dim, head_dim))
+            local = Rope(base, dim, self.family.interleaved)
         if not window:
             self.used.add(pattern)
             self.file.notes.append(
                 f"{self.prefix}{key} is missing or 0: no layer has a window, as in llama.cpp"
             )
-            return (Layer(rope),) * count
+            return (far,) * count
         windowed = self.window_pattern(count, pattern, windows.period)
-        return tuple(Layer(local, window) if is_local else Layer(rope) for is_local in windowed)
+        return tuple(Layer(local, window) if is_local else far for is_local in windowed)
 
     def window_pattern(self, count: int, key: str, period: int) -> list[bool]:
         """Which layers have a window: a flag a layer, or one global layer after period - 1."""
@@ -261,12 +402,28 @@ class _Reader:
             self.fail(key, f"is below {least}")
         return value
 
+    def each(self, key: str, count: int, default: int | None = None) -> list[int]:
+        """A number for each layer, or one for all."""
+        values = self.file.metadata.get(self.prefix + key)
+        if not isinstance(values, np.ndarray):
+            return [self.positive(key, default)] * count
+        self.used.add(key)
+        total = self.positive("block_count")
+        if values.dtype.kind not in "iu" or values.shape != (total,):
+            self.fail(key, f"is not one integer for each of {total} layers")
+        numbers = [int(value) for value in values[:count]]
+        if key == KV_HEADS and self.family.recurrent is not None:  # which has none: 0
+            numbers = [number or max(numbers) for number in numbers]
+        if not all(1 <= number < 1 << 31 for number in numbers):
+            self.fail(key, f"is not from 1 to {(1 << 31) - 1} in every layer")
+        return numbers
+
     def same(self, key: str, values: np.ndarray[Any, np.dtype[Any]]) -> int:
         """The number that every layer has."""
         count = self.positive("block_count")
         if values.dtype.kind not in "iu" or values.shape != (count,):
             self.fail(key, f"is not one integer for each of {count} layers")
-        if (values != values[0]).any():
+        if len(np.unique(values)) != 1:
             self.fail(key, "differs from layer to layer, which is not supported")
         return int(values[0])
 
@@ -288,7 +445,8 @@ class _Reader:
 
     def refuse_other_keys(self) -> None:
         # A layout note of the converter, and switches that are off.
-        harmless = {"tensor_data_layout"}
+        # Text has one position a token, whichever of a head's dimensions count rows and columns.
+        harmless = {"tensor_data_layout", "rope.dimension_sections"}
         off = {"expert_count", "expert_used_count", "use_parallel_residual"}
         for full, value in self.file.metadata.items():
             key = full.removeprefix(self.prefix)

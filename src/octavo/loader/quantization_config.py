@@ -8,13 +8,19 @@ from typing import Any, NoReturn
 from octavo.loader.awq import Awq
 from octavo.loader.base import Quantization, Weight
 from octavo.loader.compressed_tensors import CompressedTensors
+from octavo.loader.fp8 import Fp8
 from octavo.loader.gptq import Gptq
 from octavo.loader.hf_folder import CONFIG, HfFolder, HfWeights
+from octavo.loader.modelopt import ModelOpt
 from octavo.loader.quantized_layout import Layout, Module
 from octavo.models.section import Section
 
 # Beside config.json, of writers before they put it there; and what is meant if it does not say.
-_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_OWN_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 _AUTO_ROUND = {  # packing formats
     "auto_round": "gptq_v2",
     "auto_round:gptqmodel": "gptq_v2",
@@ -22,7 +28,9 @@ _AUTO_ROUND = {  # packing formats
     "auto_round:auto_awq": "awq",
 }
 # Ends of tensors' names that only quantized modules have.
-_TELLING = tuple(f".{part}" for layout in (Gptq, Awq, CompressedTensors) for part in layout.markers)
+_TELLING = tuple(
+    f".{part}" for layout in (Gptq, Awq, CompressedTensors, Fp8) for part in layout.markers
+)
 
 
 class ModelTensors:
@@ -87,6 +95,8 @@ def find_layout(stored: HfWeights) -> Layout | None:
         fail("is not an object")
     keys = Section(fail, values)
     method = keys.text("quant_method", default).lower()
+    if method == "mxfp4":  # of experts only, which are read with their stacks
+        return None
     if method not in _METHODS:
         fail(f"quant_method {method!r} is not supported; supported are {', '.join(_METHODS)}")
     return _METHODS[method](stored, keys)
@@ -127,6 +137,10 @@ _METHODS: dict[str, Callable[[HfWeights, Section], Layout]] = {
     "gptq": Gptq,
     "awq": Awq,
     "compressed-tensors": CompressedTensors,
+    "fp8": Fp8,
+    "fbgemm_fp8": Fp8,
+    "modelopt": ModelOpt,
+    "modelopt_fp4": ModelOpt,
     "auto-round": _auto_round,
     "intel/auto-round": _auto_round,
 }

@@ -40,8 +40,8 @@ MAX_SETTINGS = 64  # that differ: a file with more says nothing that could be ch
 
 class Layout(ABC):
     """Reads the modules that are stored in it. ``markers``: a module with one is quantized;
-    ``parts``: the last parts of its tensors' names; ``scales``: that of its scales. Faults raise
-    `CheckpointError`.
+    ``parts``: the last parts of its tensors' names; ``scales``: that of its scales, in layouts of
+    grouped formats. Faults raise `CheckpointError`.
     """
 
     markers: ClassVar[frozenset[str]]

@@ -47,7 +47,7 @@ INT4 = RoundingScheme(WeightFormat.I4, 64, False)
 
 # By vLLM's names: of the layers, and of the embedding and the output head.
 QUANTIZATIONS = {"int8": (INT8, INT8), "int4": (INT4, INT8)}
-PLANNED = ("fp8",)  # what plans of GPUs know beside, and no kernel here takes
+PLANNED = ("fp8",)  # what plans of GPUs know beside
 _HEADS = ("token_embd", "output")
 
 
@@ -78,8 +78,8 @@ def rounded(checkpoint: Checkpoint, quantization: str, threads: int = 1) -> Chec
 
     if quantization in PLANNED:
         raise CheckpointError(
-            f"quantization {quantization} is for plans of GPUs: CPUs have no fp8 units, and no "
-            "kernel here takes such weights; int8 takes about as many bytes"
+            f"quantization {quantization} is for plans of GPUs: CPUs have no fp8 units, and "
+            "nothing is rounded to fp8 here; int8 takes about as many bytes"
         )
     layers, heads = QUANTIZATIONS[quantization]
     pool = _native.ThreadPool(threads)

@@ -26,7 +26,15 @@ MAX_DIMENSIONS = 8
 FORMATS = {"F32": WeightFormat.F32, "F16": WeightFormat.F16, "BF16": WeightFormat.BF16}
 
 # What else is read as an array: the parts of quantized matrices.
-_NUMPY = {"I8": "<i1", "U8": "<u1", "I32": "<i4", "I64": "<i8", "F16": "<f2", "F32": "<f4"}
+_NUMPY = {
+    "I8": "<i1",
+    "U8": "<u1",
+    "I32": "<i4",
+    "I64": "<i8",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F8_E4M3": "<u1",
+}
 
 # Bits an element takes, of every dtype of the specification.
 _BITS = {
@@ -74,8 +82,8 @@ class SafetensorsFile:
         return Weight(name, FORMATS[info.dtype], info.shape, self._data_of(info))
 
     def array(self, name: str, dtypes: Collection[str]) -> npt.NDArray[Any]:
-        """A read-only view. BF16 comes as its bits, "<u2". Raises `CheckpointError` for a dtype
-        that is none of ``dtypes``.
+        """A read-only view. BF16 comes as its bits, "<u2", F8_E4M3 as its bytes. Raises
+        `CheckpointError` for a dtype that is none of ``dtypes``.
         """
         info = self.tensors[name]
         if info.dtype not in dtypes:

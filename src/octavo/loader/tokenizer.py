@@ -28,6 +28,8 @@ END_OF_TURN = (
     "<|end_of_text|>",
     "<|end|>",
     "<end_of_turn>",
+    "<turn|>",
+    "<|tool_response>",
     "<|END_OF_TURN_TOKEN|>",
 )
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from octavo.models.config import Experts, Layer, ModelConfig
+from octavo.models.config import Activation, Experts, Layer, ModelConfig
 from octavo.models.program import (
     Add,
     Combine,
     Embed,
     ExpertLinear,
     GatedActivation,
+    GateRow,
     Linear,
     Logits,
     Op,
@@ -24,6 +25,7 @@ from octavo.models.program import (
     RopeAndStoreKv,
     RotateQueries,
     Route,
+    ScaleByPosition,
 )
 
 
@@ -48,7 +50,7 @@ class Builder:
         self.ops: list[Op] = []
         self.weights: dict[str, tuple[int, ...]] = {}
         self.eps = c.norm_eps
-        self._index = 0
+        self.index = 0  # of the current layer
         self._prefix = ""
         self._layer: Layer | None = None
 
@@ -63,7 +65,7 @@ class Builder:
     def layers(self) -> Iterator[Layer]:
         """Yield the config's layers; what is written meanwhile belongs to the current one."""
         for index, layer in enumerate(self.config.layers):
-            self._index, self._prefix, self._layer = index, f"layers.{index}.", layer
+            self.index, self._prefix, self._layer = index, f"layers.{index}.", layer
             yield layer
         self._prefix, self._layer = "", None
 
@@ -73,14 +75,22 @@ class Builder:
 
     def value(self, name: str) -> str:
         """Return the name of a value as wide as the current layer has it."""
-        if self._layer is None or name not in ("q", "k", "v", "attn"):
+        layer, c = self._layer, self.config
+        if layer is None:
             return name
-        kv_heads, head_dim = self.config.heads_of(self._layer)
-        heads = kv_heads if name in ("k", "v") else self.config.num_heads
-        if self.widths[name] == heads * head_dim:
+        kv_heads, head_dim = c.heads_of(layer)
+        if name in ("q", "attn"):
+            width = c.num_heads * head_dim
+        elif name in ("k", "v"):
+            width = kv_heads * head_dim
+        elif name in ("gate", "up"):
+            width = layer.intermediate_size or c.intermediate_size
+        else:
             return name
-        own = f"{name}@{heads * head_dim}"
-        self.widths[own] = heads * head_dim
+        if self.widths[name] == width:
+            return name
+        own = f"{name}@{width}"
+        self.widths[own] = width
         return own
 
     def norm(self, x: str, name: str, out: str, group: int = 0, scale: float = 1.0) -> None:
@@ -93,11 +103,12 @@ class Builder:
         self.append(Linear(self.value(x), weight, self.value(out), bias))
 
     def project_qkv(self, x: str, layer: Layer) -> None:
-        """Write down the projections to q and, unless the layer shares another's cache, k and v."""
+        """Write down the projections to q and, unless the layer has none, to k and v."""
         self.linear(x, "attn_q", "q")
         if layer.shares is None:
             self.linear(x, "attn_k", "k")
-            self.linear(x, "attn_v", "v")
+            if not layer.keys_as_values:
+                self.linear(x, "attn_v", "v")
 
     def norm_qk(self, layer: Layer, *, by_head: bool) -> None:
         """Write down norms of q and, if the layer has any, k: of each head or of all together."""
@@ -106,33 +117,77 @@ class Builder:
         if layer.shares is None:
             self.norm("k", "attn_k_norm", "k", group)
 
-    def attend(self, layer: Layer, out: str = "h") -> None:
-        """Write down attention, from q, k and v to ``out``."""
+    def attend(self, layer: Layer, out: str = "h", gate: str | None = None) -> None:
+        """Write down attention, from q, k and v to ``out``. ``gate`` is a value as wide as q, whose
+        sigmoid its result is multiplied by.
+        """
         c, (kv_heads, head_dim) = self.config, self.config.heads_of(layer)
         q, k, v, attn = map(self.value, ("q", "k", "v", "attn"))
         if layer.shares is None:
-            source = self._index
+            source = self.index
             self.append(RopeAndStoreKv(q, k, v, source, kv_heads, head_dim, layer.rope))
         else:
             source = layer.shares
             self.append(RotateQueries(q, head_dim, layer.rope))
+        if c.temperature is not None:
+            self.append(ScaleByPosition(q, q, c.temperature.beta, c.temperature.original))
         scale, softcap = c.attention_scale, c.attention_softcap
+        sinks = self.role("attn_sinks") if c.sinks else None
         self.append(
-            PagedAttention(q, attn, source, kv_heads, head_dim, scale, layer.window, softcap)
+            PagedAttention(q, attn, source, kv_heads, head_dim, scale, layer.window, softcap, sinks)
         )
+        if gate is not None:
+            self.append(GatedActivation(gate, attn, attn, Activation.SIGMOID))
         self.linear("attn", "attn_output", out)
 
     def feed_forward(self, x: str, experts: Experts | None = None, out: str = "h") -> None:
         """Write down a gated feed-forward layer, or experts, from x to ``out``."""
         if experts is not None:
-            self._sparse_feed_forward(x, experts, out)
+            self.sparse_feed_forward(x, experts, out)
             return
-        self.linear(x, "ffn_gate", "gate")
-        self.linear(x, "ffn_up", "up")
-        self.append(GatedActivation("gate", "up", "gate", self.config.activation))
-        self.linear("gate", "ffn_down", out)
+        gate, up = self.value("gate"), self.value("up")
+        self.linear(x, "ffn_gate", gate)
+        self.linear(x, "ffn_up", up)
+        self.gate(gate, up)
+        self.linear(gate, "ffn_down", out)
 
-    def _sparse_feed_forward(self, x: str, experts: Experts, out: str) -> None:
+    def gate(self, gate: str, up: str) -> None:
+        """Write down the activation of ``gate``, times ``up``, in place of it."""
+        c = self.config
+        numbers: tuple[float, ...] = ()
+        if c.activation is Activation.SWIGLU_CLAMPED:
+            numbers = c.swiglu_alpha, c.swiglu_limit
+        self.append(GatedActivation(gate, up, gate, c.activation, numbers))
+
+    def shared_expert(self, x: str, width: int, *, gate: bool, out: str = "shared") -> None:
+        """Write down the expert that every token goes to, from x to ``out``; with a ``gate`` of one
+        number a token.
+        """
+        self.widths |= {out: self.config.hidden_size, "shared_gate": width, "shared_up": width}
+        self.linear(x, "ffn_gate_shexp", "shared_gate")
+        self.linear(x, "ffn_up_shexp", "shared_up")
+        if gate:
+            self.widths["shared_share"] = 1
+            self.linear(x, "ffn_gate_inp_shexp", "shared_share")
+        self.gate("shared_gate", "shared_up")
+        self.linear("shared_gate", "ffn_down_shexp", out)
+        if gate:
+            self.append(GateRow(out, "shared_share", out))
+
+    def sparse_feed_forward(
+        self,
+        x: str,
+        experts: Experts,
+        out: str = "h",
+        *,
+        router: str | None = None,
+        factors: str | None = None,
+    ) -> None:
+        """Write down experts from x to ``out``.
+
+        ``router`` is the value that chooses them (x, if not given), ``factors`` the weight with a
+        factor of each expert's share.
+        """
         wide = experts.chosen * experts.intermediate_size
         self.widths |= {
             "router": experts.count,
@@ -141,16 +196,17 @@ class Builder:
             "expert_up": wide,
             "expert_out": experts.chosen * self.config.hidden_size,
         }
-        activation = self.config.activation
 
         def linear(x: str, name: str, out: str) -> None:
             self.append(ExpertLinear(x, "route", self.role(name), out, experts))
 
-        self.linear(x, "ffn_gate_inp", "router")
-        self.append(Route("router", "route", experts))
+        self.linear(router or x, "ffn_gate_inp", "router")
+        bias = self.role("exp_probs_b.bias") if experts.selection_bias else None
+        own = None if factors is None else self.role(factors)
+        self.append(Route("router", "route", experts, bias, own))
         linear(x, "ffn_gate_exps", "expert_gate")
         linear(x, "ffn_up_exps", "expert_up")
-        self.append(GatedActivation("expert_gate", "expert_up", "expert_gate", activation))
+        self.gate("expert_gate", "expert_up")
         linear("expert_gate", "ffn_down_exps", "expert_out")
         self.append(Combine("expert_out", "route", out, experts))
 
@@ -162,4 +218,6 @@ class Builder:
         c = self.config
         self.norm("x", "output_norm", "x", scale=c.logits_scale)
         self.append(Logits("x", c.head, c.logits_softcap))
-        return Program(c, tuple(self.ops), self.widths, self.weights)
+        used = {name for op in self.ops for name in (*op.reads, *op.writes)}
+        widths = {name: width for name, width in self.widths.items() if name in used}
+        return Program(c, tuple(self.ops), widths, self.weights)

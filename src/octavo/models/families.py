@@ -11,7 +11,7 @@ from pkgutil import iter_modules
 from octavo import models
 from octavo.models.config import ModelConfig
 from octavo.models.family import Family
-from octavo.models.hf_type import HfType
+from octavo.models.hf_type import HfType, HfWrapper
 from octavo.models.program import Program
 
 FAMILIES: dict[str, Family] = {
@@ -22,6 +22,10 @@ FAMILIES: dict[str, Family] = {
 # By ``model_type``.
 HF_TYPES: dict[str, tuple[Family, HfType]] = {
     kind.model_type: (family, kind) for family in FAMILIES.values() for kind in family.hf
+}
+# By the ``model_type`` beside a ``text_config``.
+HF_WRAPPERS: dict[str, HfWrapper] = {
+    each.model_type: each for family in FAMILIES.values() for each in family.wrappers
 }
 # By GGUF's architecture: dense, with experts, or either, as the file has it.
 ARCHITECTURES: dict[str, list[Family]] = {}

@@ -17,13 +17,22 @@ from functools import cached_property
 from math import sqrt
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from octavo.models.config import Activation, ModelConfig
-from octavo.models.hf_type import HfType
+from octavo.models.hf_type import HfType, HfWrapper
 from octavo.models.program import Program
+from octavo.models.recurrence_shape import RecurrenceShape
+
+IntArray = npt.NDArray[np.intp]
+Float32 = npt.NDArray[np.float32]
 
 QKV = frozenset({"attn_q", "attn_k", "attn_v"})
 ATTENTION = QKV | {"attn_output"}
 FFN = frozenset({"ffn_gate", "ffn_up", "ffn_down"})
+# The matrices of what each layer gets of a token beside the residual stream (Gemma 4).
+LAYER_INPUTS = frozenset({"per_layer_token_embd", "per_layer_model_proj", "inp_gate", "proj"})
 # What Hugging Face usually calls the roles, without the prefix "model." and the layer's; {} stands
 # for an expert's number.
 MODULES = {
@@ -47,6 +56,10 @@ MODULES = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+
+
+# What the names of tensors begin with that a language model has no use for, without "model.".
+TOWERS = ("vision_tower.", "multi_modal_projector.")
 
 
 class Fused(NamedTuple):
@@ -73,12 +86,23 @@ class Form(NamedTuple):
     write: Callable[[float], float]
 
 
+class ArrayForm(NamedTuple):
+    """The same for arrays of fp32."""
+
+    read: Callable[[Float32], Float32]
+    write: Callable[[Float32], Float32]
+
+
+LOG_OF_NEGATIVE = ArrayForm(lambda x: -np.exp(x), lambda x: np.log(-x))
+
+
 def _square(x: float) -> float:
     square: float = x**-2.0  # an integer is written as one: `transformers` wants it
     return round(square) if abs(square - round(square)) < 1e-6 * square else square
 
 
 PLAIN = Form(float, float)
+COUNT = Form(int, int)
 INVERSE = Form(lambda number: 1.0 / (number or 1.0), lambda x: 1.0 / x)  # of 0 there is none
 INVERSE_SQUARE = Form(lambda number: 1.0 / sqrt(number), _square)
 
@@ -110,6 +134,29 @@ class Fixed(NamedTuple):
     otherwise: str = ""  # what that means, for the refusal
 
 
+class Gather(NamedTuple):
+    """Matrices whose rows are interleaved in one. A format without it has "" for a name."""
+
+    hf: str
+    gguf: str
+    parts: tuple[str, ...]
+    rows: Callable[[ModelConfig], dict[str, IntArray]]  # of each part, in the whole
+
+
+class RecurrentLayers(NamedTuple):
+    """Layers of another kind than attention: what files call them, and the numbers of their shape.
+
+    Readers hand in what gives the number of a key.
+    """
+
+    layer_type: str  # in config.json's ``layer_types``
+    hf: Callable[[Callable[[str], int]], RecurrenceShape]
+    gguf: Callable[[Callable[[str], int]], RecurrenceShape]
+    hf_keys: Callable[[Any], Mapping[str, Any]]  # of a shape, which is as `hf` makes it
+    gguf_keys: Callable[[Any], Mapping[str, int]]
+    period: int = 0  # one layer in so many is none, if a GGUF file does not say; 0: none is one
+
+
 RMS_EPS = Key("norm_eps", "rms_norm_eps", "attention.layer_norm_rms_epsilon")
 
 
@@ -118,8 +165,9 @@ class Windows(NamedTuple):
 
     default: int = 0  # tokens, of a file without the key; 0: there are none
     period: int = 0  # one layer in so many sees everything, if the file does not say; 0: none does
-    # The rotary base of layers with a window, which are never scaled; None: they are as the others.
-    theta: float | None = None
+    theta: float | None = None  # their rotary base; None: that of the others
+    scaled: bool = True  # their rotary positions are scaled as those of the others are
+    flags: bool = False  # files have a flag for each layer, not the period
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,27 +181,50 @@ class Family:
     eps: Key = RMS_EPS
     keys: tuple[Key, ...] = ()  # numbers that not all families have
     fixed: tuple[Fixed, ...] = ()
+    recurrent: RecurrentLayers | None = None
     embedding_root: bool = False  # embeddings are multiplied by the root of hidden_size
+    attention_scale: float | None = None  # None: 1/sqrt(head_dim), unless a key says otherwise
+    sinks: bool = False  # attention has a sink a head
+    experts: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # fields of `Experts`, whatever files say
     modules: Mapping[str, str] = field(default_factory=dict)  # see `MODULES`, which these add to
+    rotates_windows: bool = False  # layers without a window have no rotary positions
+    temperature: bool = False  # queries may grow with their position (`Temperature`)
+    gathers: tuple[Gather, ...] = ()
     fused: tuple[Fused, ...] = ()  # of the files that are written; `FUSED` are read in any case
 
     # Hugging Face: the model types. The first that has a place for what a model has is written.
     hf: tuple[HfType, ...]
+    wrappers: tuple[HfWrapper, ...] = ()  # types of which such a model is a part
+    ignored: tuple[str, ...] = ()  # prefixes of tensors that are passed over: see `TOWERS`
+    drafting: str = ""  # the prefix of tensors that only draft
     biases: frozenset[str] = frozenset()  # projections that have a bias whatever a file says
     # Keys that say whether projections have one.
     bias_keys: Mapping[str, frozenset[str]] = field(
         default_factory=lambda: {"attention_bias": ATTENTION, "mlp_bias": FFN}
     )
     passed_over: tuple[str, ...] = ()  # keys that the class has and the model does not heed
+    hf_interleaved: bool = False  # neighbours are rotated together in a folder, too
+    interleaved_experts: bool = False  # gate and up are in one tensor, row by row in turn
     norm_offset: float = 0.0  # what norms' weights in a folder lack
+    whole_norms: frozenset[str] = frozenset()  # those that lack nothing
+    # Vectors that a folder has as other numbers, and under names without "weight" or "bias".
+    bare: Mapping[str, str] = field(default_factory=dict)  # their names, by role
+    forms: Mapping[str, ArrayForm] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)  # keys of no consequence
 
     # GGUF
     architecture: str = ""  # if it is not called as here
+    gguf_names: Mapping[str, str] = field(default_factory=dict)  # of roles with another name there
     activation: Activation = Activation.SILU
     interleaved: bool = False  # q and k are permuted so that neighbours are rotated together
     windows: Windows | None = None
+    unrotated_period: int = 0  # one layer in so many has no rotary positions; 0: none
     expert_size: str = ""  # the key of an expert's width: the family has experts
+    also_dense: bool = False  # … or none
+    keys_as_values: bool = False  # layers without a projection to values take the keys' one
+    shared_expert_size: str = ""  # the key of the shared expert's
     # The one size whose attention scale is 1/sqrt(hidden_size / heads), by its number of layers.
     hidden_scale_layers: int = 0
     merged_spaces: bool = False  # a SentencePiece vocabulary reaches runs of spaces by merging
@@ -183,9 +254,15 @@ class Family:
     @cached_property
     def roles(self) -> dict[str, str]:
         """The roles by what a folder may call them, the usual names included."""
-        own = {module: role for role, module in self.modules.items()}
+        own = {module: role for role, module in {**self.modules, **self.bare}.items()}
         return {module: role for role, module in MODULES.items()} | own
 
     def shift(self, role: str) -> float:
         """Return what is added to a weight of a folder."""
-        return self.norm_offset if role.endswith("norm") else 0.0
+        name = role.rpartition(".")[2]
+        whole = not name.endswith("norm") or name in self.whole_norms
+        return 0.0 if whole else self.norm_offset
+
+    def form(self, role: str) -> ArrayForm | None:
+        """Return how a folder has a vector that it has as other numbers."""
+        return self.forms.get(role.rpartition(".")[2])

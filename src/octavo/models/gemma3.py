@@ -1,4 +1,4 @@
-"""Gemma 3 (Gemma Team, 2025), text only.
+"""Gemma 3 (Gemma Team, 2025), the language model.
 
 Against Llama: embeddings scaled by sqrt(hidden), q and k normalised a head, norms after attention
 and feed-forward as well as before, GeGLU, and five sliding-window layers for every global one,
@@ -10,8 +10,8 @@ from __future__ import annotations
 from octavo.models import gemma2
 from octavo.models.build import Builder
 from octavo.models.config import Activation, ModelConfig
-from octavo.models.family import Family, Key, Windows
-from octavo.models.hf_type import FULL, SLIDING, HfType, Rule, layer_types
+from octavo.models.family import TOWERS, Family, Key, Windows
+from octavo.models.hf_type import FULL, SLIDING, HfType, HfWrapper, Rule, layer_types
 from octavo.models.program import Program
 from octavo.models.section import Section
 
@@ -42,7 +42,7 @@ _CAP = "final_logit_softcapping"
 FAMILY = Family(
     name="gemma3",
     title="Gemma 3",
-    note="text only: folders with a vision tower (`gemma3`) are refused",
+    note="text only: a vision tower is passed over",
     program=program,
     keys=(gemma2.SCALE, Key("logits_softcap", _CAP, _CAP, default=0.0, null=0.0)),
     embedding_root=True,
@@ -65,10 +65,20 @@ FAMILY = Family(
             rope_theta={FULL: 1e6, SLIDING: 1e4},
         ),
     ),
+    wrappers=(
+        HfWrapper(
+            model_type="gemma3",
+            classes="Gemma3",
+            texts=("gemma3_text",),
+            passed_over=("final_logit_softcapping",),
+            tokenizer="GemmaTokenizer",
+        ),
+    ),
+    ignored=TOWERS,
     passed_over=("attn_logit_softcapping",),
     norm_offset=1.0,
     activation=Activation.GELU_TANH,
-    windows=Windows(period=6, theta=1e4),
+    windows=Windows(period=6, theta=1e4, scaled=False),
     hidden_scale_layers=62,
     merged_spaces=True,
 )

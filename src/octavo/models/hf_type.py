@@ -24,12 +24,17 @@ class Rule(NamedTuple):
     always: bool = False  # over what the file has, too; else where it has nothing or null
 
 
-def layer_types(values: Section, sliding: Callable[[int], bool]) -> list[str]:
-    """Return the type of each layer."""
+def layers(values: Section) -> range:
+    """Return the layers' numbers, of which there are not too many for a list of them."""
     count = values.count("num_hidden_layers")
     if count > MAX_LAYERS:
         values.fail(f"num_hidden_layers is {count}, above {MAX_LAYERS}")
-    return [SLIDING if sliding(index) else FULL for index in range(count)]
+    return range(count)
+
+
+def layer_types(values: Section, sliding: Callable[[int], bool]) -> list[str]:
+    """Return the type of each layer."""
+    return [SLIDING if sliding(index) else FULL for index in layers(values)]
 
 
 HEAD_DIM = Rule(
@@ -56,6 +61,8 @@ LLAMA_DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+# Some pairs are rotated, with the frequencies that they have where all are (Gemma 4).
+PROPORTIONAL = "proportional"
 ROPE_TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
 
 
@@ -75,10 +82,16 @@ class HfType:
     defaults: Mapping[str, Any]
     computed: Mapping[str, Rule] = field(default_factory=dict)  # by key
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys
+    # Keys of older files, which overrule those that they are now.
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    # The width of feed-forward layers, if the model makes another of it than intermediate_size.
+    feed_forward: Callable[[Section], int] | None = None
     # The rope types that the class knows, and the one that it computes for each.
     rope_types: Mapping[str, str] = field(default_factory=lambda: ROPE_TYPES)
     # The default of rope_theta by layer type, or that of all layers as "".
     rope_theta: Mapping[str, float] = field(default_factory=lambda: {"": 10000.0})
+    local_theta: str = "rope_local_base_freq"  # the key of sliding layers' in old files, or none
+    rope_keys: frozenset[str] = frozenset()  # of the rotary section, that any rope type may have
     # Layers that ``layer_types`` calls sliding have no window where ``sliding_window`` is null; for
     # other classes the two contradict each other.
     null_window: bool = False
@@ -97,3 +110,23 @@ class HfType:
     def model_classes(self) -> tuple[str, str]:
         """The model with a head, which files name, and the one without."""
         return self.causal_lm or f"{self.classes}ForCausalLM", f"{self.classes}Model"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HfWrapper:
+    """A ``model_type`` that sees or hears, too. Of its config.json only ``text_config`` is read:
+    what it says of its language model, which has a model type of its own.
+    """
+
+    model_type: str
+    classes: str  # as in `HfType`
+    texts: tuple[str, ...]  # the model types that text_config may name; it means the first by none
+    tied: bool = True  # the default of tie_word_embeddings, which is read beside text_config
+    passed_over: tuple[str, ...] = ()  # keys of text_config that such a model does not heed
+    tokenizer: str | None = None  # as in `HfType`
+    tokenizer_overrules: bool = False
+
+    @property
+    def model_classes(self) -> tuple[str, str]:
+        """As in `HfType`."""
+        return f"{self.classes}ForConditionalGeneration", f"{self.classes}Model"

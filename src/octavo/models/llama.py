@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from octavo.models.build import Builder
 from octavo.models.config import ModelConfig
-from octavo.models.family import Family
+from octavo.models.family import TOWERS, Family
 from octavo.models.hf_type import HEAD_DIM, KV_HEADS, LLAMA_DEFAULTS, HfType, Rule, layer_types
 from octavo.models.program import Program
 
@@ -67,5 +67,6 @@ FAMILY = Family(
             computed={"layer_types": _MINISTRAL_TYPES},
         ),
     ),
+    ignored=TOWERS,
     interleaved=True,
 )

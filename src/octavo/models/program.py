@@ -17,12 +17,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.models.config import Activation, Experts, ModelConfig, Rope
+
+if TYPE_CHECKING:
+    from octavo.models.recurrence import Recurrence
 
 Float32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.integer]
@@ -33,7 +36,7 @@ QUERIES = 256  # whose scores are held at a time: a long sequence needs no squar
 
 
 class KeyValues(Protocol):
-    """Where the tokens stand, and what they attend to."""
+    """Where the tokens stand, what they attend to, and what those before have left."""
 
     def positions(self, tokens: int) -> Ids:
         """Return the positions of the values' tokens."""
@@ -43,8 +46,14 @@ class KeyValues(Protocol):
         """Keep the keys and values [sequences, tokens, KV width] of a layer."""
         ...
 
-    def attend(self, queries: Float32, op: PagedAttention) -> Float32:
+    def attend(self, queries: Float32, op: PagedAttention, sinks: Float32 | None = None) -> Float32:
         """Return what the queries find among all keys of their own sequence."""
+        ...
+
+    def recur(self, op: Recurrence, weights: Mapping[str, Float32], rows: Float32) -> Float32:
+        """Return what tokens find in the states of their own sequences, which they change.
+        ``rows`` [sequences, tokens, width] are the op's values side by side.
+        """
         ...
 
 
@@ -87,6 +96,7 @@ class Op(ABC):
     """
 
     __slots__ = ()
+    crosses_tokens: ClassVar[bool] = False  # a token's result depends on those before it
     READS: ClassVar[tuple[str, ...]] = ("x",)
     WRITES: ClassVar[tuple[str, ...]] = ("out",)
 
@@ -134,12 +144,15 @@ class Program:
     weights: Shapes
 
     @property
-    def last_attention(self) -> int:
-        """The index of the last attention, else 0. Only rows that want logits go through the ops
-        after it.
+    def last_crossing(self) -> int:
+        """The index of the last op in which a token depends on others, else 0. Only rows that want
+        logits go through the ops after it.
         """
-        attention = (i for i, op in enumerate(self.ops) if isinstance(op, PagedAttention))
-        return max(attention, default=0)
+        return max((i for i, op in enumerate(self.ops) if op.crosses_tokens), default=0)
+
+    def roles(self, op: Op) -> tuple[str, ...]:
+        """Return the roles of an op's weights."""
+        return tuple(op.weight_shapes(self.widths, self.config))
 
     def elements(self, role: str) -> int:
         """Return how many numbers a weight has."""
@@ -192,7 +205,49 @@ class RmsNorm(RowOp):
     """out = x / sqrt(mean(x²) + eps) * (scale * weight), over groups of ``group`` elements.
 
     A group of 0 is the whole row. With ``group`` = head_dim it is the per-head q/k norm; the weight
-    then has ``group`` elements.
+    then has ``group`` elements, or is as ``wide`` as the row. Without a weight nothing is
+    multiplied.
+    """
+
+    label = "norm"
+
+    x: str
+    weight: str | None
+    out: str
+    eps: float
+    group: int = 0
+    scale: float = 1.0
+    wide: bool = False
+
+    def row_function(self) -> RowFunction:
+        weights = () if self.weight is None else ((self.weight, self.scale),)
+        return RowFunction("rms_norm", weights, (self.eps,), self.group)
+
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        if self.weight is None:
+            return {}
+        size = widths[self.x] if self.wide else self.group or widths[self.x]
+        return {self.weight: (size,)}
+
+    def work(self, program: Program) -> Work:
+        weights = () if self.weight is None else (self.weight,)
+        return Work(4 * program.widths[self.x], weights)
+
+    def compute(self, at: Evaluation) -> None:
+        x = at.values[self.x]
+        rows = x.reshape(*x.shape[:-1], -1, self.group or x.shape[-1])
+        mean = np.square(rows).mean(axis=-1, keepdims=True)
+        out: Float32 = rows / np.sqrt(mean + np.float32(self.eps))
+        if self.weight is not None:
+            weight = at.weights[self.weight] * np.float32(self.scale)
+            out = out * (weight.reshape(rows.shape[-2:]) if self.wide else weight)
+        at.values[self.out] = out.reshape(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm(RowOp):
+    """out = (x - mean(x)) / sqrt(variance(x) + eps) * (scale * weight), over groups of ``group``
+    elements as in `RmsNorm` (Ba et al., 2016, without a bias).
     """
 
     label = "norm"
@@ -205,21 +260,61 @@ class RmsNorm(RowOp):
     scale: float = 1.0
 
     def row_function(self) -> RowFunction:
-        return RowFunction("rms_norm", ((self.weight, self.scale),), (self.eps,), self.group)
+        return RowFunction("layer_norm", ((self.weight, self.scale),), (self.eps,), self.group)
 
     def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
         return {self.weight: (self.group or widths[self.x],)}
 
     def work(self, program: Program) -> Work:
-        return Work(4 * program.widths[self.x], (self.weight,))
+        return Work(7 * program.widths[self.x], (self.weight,))
 
     def compute(self, at: Evaluation) -> None:
         x = at.values[self.x]
         rows = x.reshape(*x.shape[:-1], -1, self.group or x.shape[-1])
-        mean = np.square(rows).mean(axis=-1, keepdims=True)
+        centred = rows - rows.mean(axis=-1, keepdims=True)
+        variance = np.square(centred).mean(axis=-1, keepdims=True)
         weight = at.weights[self.weight] * np.float32(self.scale)
-        out: Float32 = rows / np.sqrt(mean + np.float32(self.eps)) * weight
+        out: Float32 = centred / np.sqrt(variance + np.float32(self.eps)) * weight
         at.values[self.out] = out.reshape(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(RowOp):
+    """out = x * weight, which is one number."""
+
+    label = "scale"
+
+    x: str
+    weight: str
+    out: str
+
+    def row_function(self) -> RowFunction:
+        return RowFunction("scale", ((self.weight, 1.0),))
+
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        return {self.weight: (1,)}
+
+    def work(self, program: Program) -> Work:
+        return Work(program.widths[self.x], (self.weight,))
+
+    def compute(self, at: Evaluation) -> None:
+        at.values[self.out] = at.values[self.x] * at.weights[self.weight]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice(Op):
+    """out = the elements of each row of x from ``first`` on, as many as ``out`` is wide."""
+
+    x: str
+    out: str
+    first: int
+    width: int
+
+    def work(self, program: Program) -> Work:
+        return Work()
+
+    def compute(self, at: Evaluation) -> None:
+        at.values[self.out] = at.values[self.x][..., self.first : self.first + self.width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +339,27 @@ class Add(RowOp):
 
 
 @dataclass(frozen=True, slots=True)
+class Multiply(RowOp):
+    """out = x * y."""
+
+    READS = ("x", "y")
+    label = "multiply"
+
+    x: str
+    y: str
+    out: str
+
+    def row_function(self) -> RowFunction:
+        return RowFunction("multiply")
+
+    def work(self, program: Program) -> Work:
+        return Work(program.widths[self.x])
+
+    def compute(self, at: Evaluation) -> None:
+        at.values[self.out] = at.values[self.x] * at.values[self.y]
+
+
+@dataclass(frozen=True, slots=True)
 class Activate(RowOp):
     """out = activation(x)."""
 
@@ -265,7 +381,11 @@ class Activate(RowOp):
 
 @dataclass(frozen=True, slots=True)
 class GatedActivation(RowOp):
-    """out = activation(gate) * up."""
+    """out = activation(gate) * up.
+
+    `Activation.SWIGLU_CLAMPED` with ``numbers`` α and limit is g sigmoid(α g) (u + 1), where g is
+    the gate, at most the limit, and u is up within ± the limit.
+    """
 
     READS = ("gate", "up")
     label = "gate"
@@ -274,18 +394,53 @@ class GatedActivation(RowOp):
     up: str
     out: str
     activation: Activation
+    numbers: tuple[float, ...] = ()
 
     def row_function(self) -> RowFunction:
-        return RowFunction(self.activation.value)
+        return RowFunction(self.activation.value, numbers=self.numbers)
 
     def work(self, program: Program) -> Work:
         return Work(10 * program.widths[self.gate])
 
     def compute(self, at: Evaluation) -> None:
-        at.values[self.out] = activate(at.values[self.gate], self.activation) * at.values[self.up]
+        gate, up = at.values[self.gate], at.values[self.up]
+        if self.activation is Activation.SWIGLU_CLAMPED:
+            alpha, limit = map(np.float32, self.numbers)
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+            at.values[self.out] = (up + np.float32(1.0)) * (gate * sigmoid(alpha * gate))
+            return
+        at.values[self.out] = activate(gate, self.activation) * up
+
+
+@dataclass(frozen=True, slots=True)
+class GateRow(Op):
+    """out = sigmoid(gate[i]) * x, of each group i of ``group`` elements (0: the whole row)."""
+
+    READS = ("x", "gate")
+
+    x: str
+    gate: str  # an element a group
+    out: str
+    group: int = 0
+
+    def work(self, program: Program) -> Work:
+        return Work(program.widths[self.x])
+
+    def compute(self, at: Evaluation) -> None:
+        x, gate = at.values[self.x], sigmoid(at.values[self.gate])
+        groups = x.reshape(*gate.shape, self.group or x.shape[-1])
+        at.values[self.out] = (groups * gate[..., np.newaxis]).reshape(x.shape)
+
+
+def sigmoid(x: Float32) -> Float32:
+    one = np.float32(1.0)
+    with np.errstate(over="ignore"):  # to infinity, whose inverse is the 0 that is meant
+        return (one / (one + np.exp(-x))).astype(np.float32, copy=False)
 
 
 def activate(x: Float32, activation: Activation) -> Float32:
+    if activation is Activation.SIGMOID:
+        return sigmoid(x)
     one = np.float32(1.0)
     if activation is Activation.SILU:
         with np.errstate(over="ignore"):  # to infinity, whose inverse is the 0 that is meant
@@ -400,6 +555,27 @@ class RotateQueries(Op):
         at.values[self.q] = rotate(at.values[self.q], self.head_dim, self.rope, at.kv)
 
 
+@dataclass(frozen=True, slots=True)
+class ScaleByPosition(Op):
+    """out = x * (1 + beta * log(1 + floor(position / original))): the temperature of attention, by
+    which the queries of Llama 4 and Ministral 3 grow beyond the ``original`` context.
+    """
+
+    x: str
+    out: str
+    beta: float
+    original: int
+
+    def work(self, program: Program) -> Work:
+        return Work(program.widths[self.x])
+
+    def compute(self, at: Evaluation) -> None:
+        x = at.values[self.x]
+        times = at.kv.positions(x.shape[1]) // self.original
+        factors = (1.0 + self.beta * np.log1p(times)).astype(np.float32)
+        at.values[self.out] = x * factors[:, np.newaxis]
+
+
 def rotate(x: Float32, head_dim: int, rope: Rope, kv: KeyValues) -> Float32:
     """Return every head rotated to its token's position; angles are in float64."""
     heads = x.reshape(*x.shape[:2], -1, head_dim).copy()
@@ -420,10 +596,13 @@ def rotate(x: Float32, head_dim: int, rope: Rope, kv: KeyValues) -> Float32:
 class PagedAttention(Op):
     """out = softmax(softcap(scale * q·k)) v over the cached keys of each token's own sequence.
 
-    A query at position p sees keys max(0, p - window + 1) … p (all of 0 … p without a window).
+    A query at position p sees keys max(0, p - window + 1) … p (all of 0 … p without a window). A
+    head's sink, if it has one, is a score in its softmax with a value of zero (Xiao et al., 2024).
     """
 
     READS = ("q",)
+    crosses_tokens = True
+    latent: ClassVar[bool] = False  # as of `Layer`
 
     q: str
     out: str
@@ -433,12 +612,21 @@ class PagedAttention(Op):
     scale: float
     window: int | None = None
     softcap: float = 0.0
+    sinks: str | None = None  # [query heads]
+
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        return {} if self.sinks is None else {self.sinks: (config.num_heads,)}
 
     def work(self, program: Program) -> None:
         """Nothing that is the same in any context: `CostModel` counts the keys that are seen."""
 
+    def key_ops(self, num_heads: int) -> int:
+        """Return the operations that a key costs a query of so many heads."""
+        return 4 * num_heads * self.head_dim
+
     def compute(self, at: Evaluation) -> None:
-        at.values[self.out] = at.kv.attend(at.values[self.q], self)
+        sinks = None if self.sinks is None else at.weights[self.sinks]
+        at.values[self.out] = at.kv.attend(at.values[self.q], self, sinks)
 
 
 def attend(
@@ -448,10 +636,12 @@ def attend(
     op: PagedAttention,
     start: int = 0,
     first_key: int = 0,
+    sinks: Float32 | None = None,
 ) -> Float32:
     """Return the causal attention of query heads on their group's KV head, some queries at a time.
 
-    The first query is at position ``start``, the first key at ``first_key``.
+    The first query is at position ``start``, the first key at ``first_key``; ``sinks`` are those of
+    the query heads.
     """
     sequences, tokens, _ = q.shape
     out = np.empty_like(q)
@@ -473,9 +663,15 @@ def attend(
         if op.window is not None:
             seen &= distance < op.window
         scores += np.where(seen, np.float32(0.0), np.float32(-np.inf))
-        scores -= scores.max(axis=-1, keepdims=True)
+        top = scores.max(axis=-1, keepdims=True)
+        if sinks is not None:
+            sink = sinks.reshape(kv_heads, -1, 1, 1)
+            top = np.maximum(top, sink)
+        scores -= top
         np.exp(scores, out=scores)
         total = scores.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            total += np.exp(sink - top)
         result[..., done : done + count, :] = scores @ stored[..., within, :] / total
     return out
 
@@ -486,8 +682,12 @@ def attend(
 @dataclass(frozen=True, slots=True)
 class Route(Op):
     """out[t] = the ``experts.chosen`` experts with the largest ``logits`` of a token, largest first
-    and of equal ones the first, then their weights: softmax over all experts or, renormalized, over
-    the chosen.
+    and of equal ones the first, then their weights.
+
+    An expert's share is the softmax over all experts, or the sigmoid, of its logit. With a ``bias``
+    the largest shares plus biases are chosen. Weights are the shares of the chosen, divided by
+    their sum (plus ``normalize_eps``) if they are renormalized, times ``scale`` and the expert's
+    own of ``factors``.
 
     What follows up to `Combine` is of these choices; there is no other `Route` in between.
     """
@@ -497,28 +697,45 @@ class Route(Op):
     logits: str  # as wide as there are experts
     out: str
     experts: Experts
+    bias: str | None = None  # [experts]
+    factors: str | None = None  # [experts]
+
+    @property
+    def _vectors(self) -> tuple[str, ...]:
+        return tuple(role for role in (self.bias, self.factors) if role is not None)
+
+    def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
+        return dict.fromkeys(self._vectors, (widths[self.logits],))
 
     def work(self, program: Program) -> Work:
-        return Work(4 * program.widths[self.logits])
+        return Work(4 * program.widths[self.logits], self._vectors)
 
     def compute(self, at: Evaluation) -> None:
         """Write each token's experts (as numbers), then their weights."""
-        logits = at.values[self.logits]
-        chosen = np.argsort(-logits, axis=-1, kind="stable")[..., : self.experts.chosen]
-        shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        shares /= shares.sum(axis=-1, keepdims=True)
+        experts, logits = self.experts, at.values[self.logits]
+        if experts.gating == "sigmoid":
+            shares = sigmoid(logits)
+        else:
+            shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            shares /= shares.sum(axis=-1, keepdims=True)
+        ranks = logits if self.bias is None else shares + at.weights[self.bias]
+        chosen = np.argsort(-ranks, axis=-1, kind="stable")[..., : experts.chosen]
         picked = np.take_along_axis(shares, chosen, axis=-1)
-        if self.experts.renormalize:
-            picked /= picked.sum(axis=-1, keepdims=True)
+        if experts.renormalize:
+            picked /= picked.sum(axis=-1, keepdims=True) + np.float32(experts.normalize_eps)
+        picked *= np.float32(experts.scale)
+        if self.factors is not None:
+            picked *= at.weights[self.factors][chosen]
         at.values[self.out] = np.concatenate([chosen.astype(np.float32), picked], axis=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinear(Op):
-    """out[t, j] = x[t, j] @ weight[e].T, where e is the j-th choice of token t.
+    """out[t, j] = x[t, j] @ weight[e].T (+ bias[e]), where e is the j-th choice of token t.
 
     ``x`` is one row a token for all its experts, or a row for each of them side by side, as ``out``
-    is. The experts' matrices, each [out_features, in_features], are called ``weight.0``, …
+    is. The experts' matrices, each [out_features, in_features], are called ``weight.0``, …, and
+    their biases, if ``experts`` have any, ``weight.0.bias``, …
     """
 
     READS = ("x", "route")
@@ -533,15 +750,20 @@ class ExpertLinear(Op):
     def weights(self) -> tuple[str, ...]:
         return tuple(f"{self.weight}.{index}" for index in range(self.experts.count))
 
+    @property
+    def biases(self) -> tuple[str, ...]:
+        return tuple(f"{role}.bias" for role in self.weights) if self.experts.biases else ()
+
     def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
         inner, hidden = self.experts.intermediate_size, config.hidden_size
         out_of_hidden = widths[self.x] == hidden and widths[self.out] == self.experts.chosen * inner
-        return dict.fromkeys(self.weights, (inner, hidden) if out_of_hidden else (hidden, inner))
+        shape = (inner, hidden) if out_of_hidden else (hidden, inner)
+        return dict.fromkeys(self.weights, shape) | dict.fromkeys(self.biases, shape[:1])
 
     def work(self, program: Program) -> Work:
         first = self.weights[0]
         ops = 2 * program.elements(first) * self.experts.chosen
-        return Work(ops, self.weights, matrix=first, experts=self.experts)
+        return Work(ops, self.weights + self.biases, matrix=first, experts=self.experts)
 
     def compute(self, at: Evaluation) -> None:
         """Go expert by expert, over the tokens that chose it."""
@@ -552,6 +774,8 @@ class ExpertLinear(Op):
         for expert, role in enumerate(self.weights):
             of = chosen == expert
             out[of] = rows[of] @ at.weights[role].T
+            if self.experts.biases:
+                out[of] += at.weights[self.biases[expert]]
         at.values[self.out] = out.reshape(*x.shape[:-1], -1)
 
 

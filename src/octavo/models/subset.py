@@ -28,7 +28,7 @@ def keep_layers(program: Program, layers: Collection[int]) -> Program:
     of: int | None = None  # the layer that the op belongs to
     for op in program.ops:
         # An op that has no weights belongs with the one before it.
-        for role in op.weight_shapes(program.widths, program.config):
+        for role in program.roles(op):
             of = _layer(role)
         if of is None or of in kept:
             ops.append(op)

@@ -61,7 +61,8 @@ def needed_blocks(num_tokens: int, config: SchedulerConfig, layout: KvLayout) ->
     If all are reserved at admission, sliding windows give nothing back in time.
     """
     if config.memory == "reserve":
-        return -(-num_tokens // layout.block_size) * len(layout.groups)
+        blocks = -(-num_tokens // layout.block_size) * len(layout.groups)
+        return blocks + layout.state_blocks
     return peak_blocks(layout, num_tokens)
 
 

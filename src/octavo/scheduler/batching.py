@@ -136,7 +136,7 @@ class BatchBuilder:
             total, offsets, sample_rows = self._write_spans(decodes, slots, drafts)
         samples = decodes[:]
         if not chunks and not branches:
-            batch = self._batch(total, offsets[: count + 1], slots, self._counting[:total])
+            batch = self._batch(total, offsets[: count + 1], slots, self._counting[:total], count)
             return Scheduled(batch, decodes[:], [], samples, sample_rows, [], drafts)
         # (slot, tokens, first position, rows of logits) of what follows the decodes. Branches come
         # last, so that they have the last rows of logits, whichever part is held.
@@ -178,7 +178,7 @@ class BatchBuilder:
             seq_slots[index], offsets[index + 1] = slot, end
             rows.append(self._counting[end - wanted : end])
             total = end
-        batch = self._batch(total, offsets, seq_slots, np.concatenate(rows))
+        batch = self._batch(total, offsets, seq_slots, np.concatenate(rows), count, chunks)
         return Scheduled(
             batch, decodes[:], chunks, samples, sample_rows, prompt_rows, drafts, branches=placed
         )
@@ -206,7 +206,19 @@ class BatchBuilder:
         )
         return total, offsets, firsts
 
-    def _batch(self, total: int, offsets: Int32, seq_slots: Int32, rows: Int32) -> Batch:
+    def _batch(
+        self,
+        total: int,
+        offsets: Int32,
+        seq_slots: Int32,
+        rows: Int32,
+        num_decodes: int,
+        chunks: Items[Chunk] = (),
+    ) -> Batch:
+        state = None
+        if self._kv.state is not None:
+            totals = [len(chunk.seq.token_ids) for chunk in chunks]
+            state = self._kv.state.plan(seq_slots, offsets, num_decodes, totals)
         return Batch(
             self._token_ids[:total],
             self._positions[:total],
@@ -215,4 +227,5 @@ class BatchBuilder:
             self._kv.tables,
             rows,
             self._kv.take_copies(),
+            state,
         )

@@ -31,6 +31,9 @@ class SchedulerSettings(PolicyConfig):
     max_num_queued_tokens: int | None = setting(  # the same
         None, "Prompt tokens that may wait; the next gets a 429.", show_default="1Mi")
     enable_prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.")
+    state_snapshots: float = setting(0.5,
+        "Share of the cache that snapshots of recurrent layers' states may take.", least=0.0,
+        most=1.0)
     # fmt: on
 
     @property
@@ -48,6 +51,7 @@ class SchedulerConfig(SchedulerSettings):
     max_model_len: int  # most tokens of a sequence, prompt and output together
     max_logits_rows: int | None = None  # most rows of logits in a step; None: max_num_seqs
     max_branches: int = 0  # most alternatives that a step checks beside the drafts
+    state_log_rows: int = 0  # drafts whose inputs of recurrent layers the executor can keep
     # Older ways to serve, for comparison (octavo simulate):
     batching: Literal["continuous", "static"] = "continuous"  # static: the next batch is
     # admitted when the last of this one has ended

@@ -39,6 +39,8 @@ def fit_drafts(
     """
     if not any(drafts):
         return drafts
+    if kv.state is not None:
+        room = min(room, len(kv.state.free_log_rows))
     reserved = (kv.num_blocks[slots] * kv.block_size - kv.num_tokens[slots]).tolist()
     fitted: list[list[int]] = []
     for seq, guess, places in zip(decoding, drafts, reserved, strict=True):
@@ -62,6 +64,8 @@ def fit_branches(
     cut as those are. A sequence without a draft gets none.
     """
     left = room - sum(map(len, drafts))
+    if kv.state is not None:
+        left = min(left, len(kv.state.free_log_rows) - sum(map(len, drafts)))
     branches: Branches = {}
     for index, guesses in alternatives.items():
         seq = decoding[index]

@@ -64,6 +64,8 @@ class Scheduler:
             -(-config.max_model_len // layout.block_size),
             max_branches=config.max_branches,
             enable_prefix_caching=config.enable_prefix_caching,
+            state_snapshots=config.state_snapshots,
+            state_log_rows=config.state_log_rows,
             hasher=hasher,
         )
         self.policy = config.new_policy()
@@ -407,6 +409,11 @@ class Scheduler:
             if other not in leaving
         )
         staying = len(self.decoding) + len(self.prefilling) - len(leaving)
+        if kv.state is not None:
+            running = chain(self.decoding, self.prefilling)
+            promised += sum(
+                kv.state.owed_blocks(other.slot) for other in running if other not in leaving
+            )
         return need + promised + staying * len(kv.layout.groups) <= free
 
     def _start(self, seq: Sequence, hit: Hit) -> None:
@@ -560,6 +567,7 @@ class Scheduler:
             self._count(seq)
             kv.advance(seq.slot, size)
             kv.register(seq.slot, seq.token_ids)
+            kv.commit_state(seq.slot)
             if seq.owner.scores_prompt:
                 scored = min(start + size, seq.owner.prompt_tokens - 1)
                 seq.num_scored = max(seq.num_scored, scored)
@@ -598,6 +606,9 @@ class Scheduler:
         for index in np.flatnonzero(num_tokens % kv.block_size < sizes).tolist():
             seq = decodes[index]
             kv.register(seq.slot, seq.token_ids)
+        if kv.state is not None and kv.state.is_changing:
+            for seq in decodes:
+                kv.commit_state(seq.slot)
         self.policy.on_tokens(decodes, map(len, drawn))
         if self.config.memory == "paged":
             for seq, draft in zip(decodes, drafts or (), strict=False):
@@ -761,7 +772,7 @@ class Scheduler:
         if self._free_slots < 1 + len(head.followers):
             return False
         windows = any(group.window for group in self.kv.layout.groups)  # they give blocks back
-        return windows or not self._is_refused(head)
+        return windows or self.kv.state is not None or not self._is_refused(head)
 
     @property
     def _decode_slots(self) -> Int32:

@@ -81,7 +81,9 @@ def chat_prompt(
             "continue_final_message cannot go with add_generation_prompt",
             "continue_final_message",
         )
-    plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    plain = [
+        _plain(message, f"messages[{index}]", model.name) for index, message in enumerate(messages)
+    ]
     model.check_length(sum(len(message["content"]) for message in plain), "messages")
     mark = uuid.uuid4().hex  # no conversation contains it
     said = plain[-1]["content"].rstrip()
@@ -126,7 +128,7 @@ def _from_ids(model: ServedModel, token_ids: list[int], param: str) -> Prompt:
     return Prompt(array("i", token_ids), None)
 
 
-def _plain(message: dict[str, Any], path: str) -> dict[str, str]:
+def _plain(message: dict[str, Any], path: str, model: str) -> dict[str, str]:
     """Return role and content as text. Raises `ApiError` 400 naming what else a message carries."""
     message = dict(message)
     drop_neutral(message, NEUTRAL_MESSAGE, path + ".")
@@ -138,7 +140,7 @@ def _plain(message: dict[str, Any], path: str) -> dict[str, str]:
     if isinstance(content, list):
         # As vLLM and llama.cpp join them, and as the Python API does.
         content = "\n".join(
-            _text_of(part, f"{path}.content[{index}]") for index, part in enumerate(content)
+            _text_of(part, f"{path}.content[{index}]", model) for index, part in enumerate(content)
         )
     if not isinstance(content, str):
         raise ApiError(
@@ -147,9 +149,11 @@ def _plain(message: dict[str, Any], path: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _text_of(part: object, path: str) -> str:
+def _text_of(part: object, path: str, model: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
-        raise ApiError(400, f"{path}.type: only text parts are supported", f"{path}.type")
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        reason = f"only text parts are supported, not {kind!r:.40}: of {model} the language model"
+        raise ApiError(400, f"{path}.type: {reason} alone is loaded", f"{path}.type")
     refuse_unknown(part, ("type", "text"), path + ".")
     text = part.get("text")
     if not isinstance(text, str):

@@ -25,8 +25,10 @@ from octavo.spec_decode.replay import agreement
 
 
 def needed_blocks(layout: KvLayout, num_tokens: int) -> int:
-    """Return the blocks that must be free to read a text: its own, and one per group for drafts."""
-    return peak_blocks(layout, num_tokens) + len(layout.groups)
+    """Return the blocks that must be free to read a text: its own, and for drafts one per group and
+    a second state.
+    """
+    return peak_blocks(layout, num_tokens) + len(layout.groups) + layout.state_blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +39,9 @@ class _DraftCache:
 
     seq: Seq
     slot: int
-    drafted: list[int] = field(default_factory=list)  # behind the sequence's, right or wrong
+    # Behind the sequence's, right or wrong. With recurrent layers, none are: the state is of before
+    # them, so that they are read again.
+    drafted: list[int] = field(default_factory=list)
     used: int = 0  # the last step it took part in
     size: int = 0  # tokens of the sequence for that step's first pass …
     most: int = 0  # … and how many to draft behind them
@@ -95,6 +99,7 @@ class DraftModelDrafter(ModelDrafter):
         for cache in caches:
             self.kv.advance(cache.slot, cache.size)
             self.kv.register(cache.slot, cache.seq.token_ids)
+            self.kv.commit_state(cache.slot)
         drafts = {
             cache.seq: PartialDraft(cache.seq, cache.most, probabilities=self._rejection)
             for cache in caches
@@ -102,14 +107,23 @@ class DraftModelDrafter(ModelDrafter):
         }
         going = list(drafts.values())
         passes = 0
+        state = self.kv.state
         while going := extend(self._sampler, result, going):
+            if state is not None:
+                going = [draft for draft in going if state.lend(self._caches[draft.seq].slot)]
+                if not going:
+                    break
             caches = [self._caches[draft.seq] for draft in going]
-            for draft, cache in zip(going, caches, strict=True):
-                cache.drafted.append(draft.last_token)
+            if state is None:
+                for draft, cache in zip(going, caches, strict=True):
+                    cache.drafted.append(draft.last_token)
             slots = np.array([cache.slot for cache in caches], np.int32)
             copies = self.kv.take_copies()
             result = self._executor.execute(next_batch(going, slots, passes, self.kv, copies))
             passes += 1
+        if state is not None:
+            for seq in drafts:
+                state.give_back(self._caches[seq].slot)
         return [drafts[seq].draft() if seq in drafts else NO_DRAFT for seq in decoding]
 
     def _plan(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[_DraftCache]:
@@ -165,6 +179,10 @@ class DraftModelDrafter(ModelDrafter):
             end = start + cache.size
             tokens.append(cache.seq.token_ids[start:end])
             positions.append(np.arange(start, end))
+        state = None
+        if self.kv.state is not None:
+            totals = [len(cache.seq.token_ids) for cache in caches]
+            state = self.kv.state.plan(slots, offsets, 0, totals)
         return Batch(
             np.concatenate(tokens, dtype=np.int32),
             np.concatenate(positions, dtype=np.int32),
@@ -173,6 +191,7 @@ class DraftModelDrafter(ModelDrafter):
             self.kv.tables,
             (offsets[1:] - 1)[[cache.most > 0 for cache in caches]],
             self.kv.take_copies(),
+            state,
         )
 
     # The cache

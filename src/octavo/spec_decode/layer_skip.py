@@ -24,7 +24,7 @@ class LayerSkipDrafter(ModelDrafter):
 
     It needs no memory: weights and cache are the target's. A pass reads what the target has written
     for these layers, and writes behind it, where the target will write when it verifies the draft.
-    The places are reserved only while drafting.
+    The places are reserved only while drafting, and so are pages for states of recurrent layers.
     """
 
     def __init__(self, target: Target, layers: Sequence[int]) -> None:
@@ -49,6 +49,8 @@ class LayerSkipDrafter(ModelDrafter):
                     continue
                 held[seq.slot] = int(kv.num_blocks[seq.slot])
                 kv.reserve(seq.slot, most)
+                if kv.state is not None and not kv.state.lend(seq.slot):
+                    continue
                 drafts[seq] = PartialDraft(seq, most, probabilities=self._rejection)
             going, passes = [*drafts.values()], 0
             if going:
@@ -67,6 +69,8 @@ class LayerSkipDrafter(ModelDrafter):
             # Where nothing has run, the copies are still to be made.
             kv.copies[:0] = [(source, to) for source, to in copies.tolist()]
             for slot, num_blocks in held.items():
+                if kv.state is not None:
+                    kv.state.give_back(slot)
                 if kv.num_blocks[slot] != num_blocks:
                     kv.trim(slot)
                     kv.reserve(slot, 1)  # the next token's place, as it was

@@ -101,7 +101,7 @@ def next_batch(
     drafts: Sequence[PartialDraft], slots: Int32, written: Int32 | int, kv: KvCache, copies: Int32
 ) -> Batch:
     """Return a pass over the last token of each draft. ``written``: tokens that the passes before
-    wrote behind those of ``kv``.
+    wrote behind those of ``kv``. States of recurrent layers, if there are any, are on loan.
     """
     count = np.arange(len(drafts) + 1, dtype=np.int32)
     return Batch(
@@ -112,4 +112,5 @@ def next_batch(
         kv.tables,
         count[:-1],
         copies,
+        None if kv.state is None else kv.state.draft(slots, first=not np.any(written)),
     )

@@ -76,7 +76,7 @@ def test_layers_go_least_missed_first_and_none_is_asked_about_twice(
         return 1.0 - sum(losses[layer] for layer in range(count) if layer not in kept) / total
 
     costs = Costs(FLAT, fixed, (1.0 - fixed) / count)
-    steps = eliminate(count, agreement, costs)
+    steps = eliminate([()] * count, agreement, costs)
     expected = plain(count, dict(enumerate(losses)))
     assert [step.layers for step in steps] == expected[: len(steps)]
     assert len(asked) == len(set(asked))
@@ -87,10 +87,30 @@ def test_layers_go_least_missed_first_and_none_is_asked_about_twice(
 
 def test_the_search_ends_where_nothing_is_to_be_had() -> None:
     costs = Costs(FLAT, 0.5, 0.05)
-    assert len(eliminate(10, lambda _: 0.0, costs)) == 1
-    assert len(eliminate(10, lambda _: 0.9, Costs(FLAT, 0.0, 0.1))) == 9
+    assert len(eliminate([()] * 10, lambda _: 0.0, costs)) == 1
+    assert len(eliminate([()] * 10, lambda _: 0.9, Costs(FLAT, 0.0, 0.1))) == 9
     # A layer costs next to nothing: with one fewer there is hardly more to gain.
-    assert len(eliminate(10, lambda kept: len(kept) / 10, Costs(FLAT, 0.1, 1e-6))) < 4
+    assert len(eliminate([()] * 10, lambda kept: len(kept) / 10, Costs(FLAT, 0.1, 1e-6))) < 4
+
+
+def test_a_layer_goes_with_those_that_read_its_cache() -> None:
+    """2 and 3 are of no use without each other, and cannot be kept without 1, whose cache they
+    read.
+    """
+
+    def agreement(kept: Layers) -> float:
+        there = {*kept}
+        assert 1 in there or not {2, 3} & there
+        lost = {0: 0.3, 4: 0.01, 5: 0.2}
+        together = 0.1 if not {1, 2, 3} & there else 0.25 * len({1, 2, 3} - there)
+        return 1.0 - together - sum(lost[layer] for layer in lost if layer not in there)
+
+    steps = eliminate([(), (2, 3), (), (), (), ()], agreement, Costs(FLAT, 0.0, 0.1))
+    kept = [step.layers for step in steps]
+    assert kept == [(0, 1, 2, 3, 5), (0, 5), (0,)]
+    # All read the first one's: it stays.
+    flat = eliminate([(1, 2), (), ()], lambda kept: 0.9, Costs(FLAT, 0.0, 0.1))
+    assert flat[-1].layers == (0,)
 
 
 def answers(checkpoint: Checkpoint, prompts: list[list[int]], positions: int) -> Answers:
@@ -185,7 +205,7 @@ def test_layers_that_do_nothing_are_skipped() -> None:
     prompts = [[int(t) for t in rng.integers(0, 70, 20)] for _ in range(4)]
     found = answers(checkpoint, prompts, 80)
     costs = Costs(FLAT, 0.1, 0.15)
-    steps = eliminate(6, lambda some: found.accepted(some, 1)[0], costs)
+    steps = eliminate([()] * 6, lambda some: found.accepted(some, 1)[0], costs)
     assert [step.acceptance for step in steps[:3]] == [1.0] * 3
     assert steps[2].layers == (0, 2, 5)
     assert max(steps, key=lambda step: step.predicted.speedup) is steps[2]

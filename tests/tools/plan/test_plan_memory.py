@@ -30,6 +30,7 @@ from octavo.tools.plan.memory_plan import (
     kv_cache_steps,
     narrower,
     need,
+    sharings,
 )
 from octavo.tools.plan.quantization import StoredWeights, as_asked, in_scheme
 from octavo.tools.plan.schemes import scheme
@@ -124,11 +125,15 @@ def test_why_it_does_not_fit() -> None:
 
 
 SIZES = st.integers(1, 100)
-KINDS = st.builds(KvKind, st.none() | st.integers(1, 600), SIZES, st.integers(2, 300))
+WINDOWS, WIDTHS = st.none() | st.integers(1, 600), st.integers(2, 300)
+KINDS = st.builds(KvKind, WINDOWS, SIZES, WIDTHS, st.just(False))
+LATENTS = st.builds(KvKind, WINDOWS, st.just(1), WIDTHS.map(lambda n: 2 * n), st.just(True))
 
 
 @given(
-    layers=st.dictionaries(KINDS, SIZES, min_size=1, max_size=3),
+    layers=st.one_of(
+        st.dictionaries(kinds, SIZES, min_size=1, max_size=3) for kinds in (KINDS, LATENTS)
+    ),
     context=st.integers(1, 1000),
     users=SIZES,
     dtype=st.sampled_from(KvDtype.served()),
@@ -169,6 +174,13 @@ def test_layers_of_other_heads_are_a_term_each(dtype: KvDtype) -> None:
     assert cache.paged_bytes == 3 * peak_blocks(layout, 100) * layout.block_bytes
     assert cache.block_padding > 0
     assert cache.steps[0].endswith("1 KV head × 56 wide = 5,600")
+    found = sharings(model, cache)
+    assert [(each.name, each.kv_heads) for each in found if not each.own] == [
+        ("MHA", 4),
+        ("MQA", 1),
+    ]
+    assert found[1] == ("GQA", None, cache.bytes, True)
+    assert found[0].bytes > cache.bytes > found[2].bytes
 
 
 @cache

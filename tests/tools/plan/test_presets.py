@@ -9,8 +9,9 @@ from octavo.loader.names import HUB_IDS, preset
 from octavo.tools.plan.presets import PRESETS
 from octavo.tools.plan.subject import Subject
 
-# Elements of the weights as published (the totals of their safetensors files). A tied head is not
-# counted, where files have it twice.
+# Elements of the weights as published (the totals of their safetensors files), or as transformers
+# counts them (tests/oracle/count_presets.py) where rounded totals are all that is published. A tied
+# head is not counted, where files have it twice, and nor are layers that only draft.
 PARAMETERS = {
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
@@ -30,6 +31,7 @@ PARAMETERS = {
     "mistral-7b-v0.3": 7_248_023_552,
     "mistral-nemo-12b": 12_247_782_400,
     "mistral-small-24b": 23_572_403_200,
+    "mistral-small-3.2-24b": 23_572_403_200,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_630_071_296,
     "qwen2.5-0.5b": 494_032_768,
@@ -47,6 +49,12 @@ PARAMETERS = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3.5-0.8b": 752_393_024,
+    "qwen3.5-4b": 4_205_751_296,
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3-next-80b-a3b": 79_674_391_296,
     "gemma-2-2b": 2_614_341_888,
     "gemma-2-9b": 9_241_705_984,
     "gemma-2-27b": 27_227_128_320,
@@ -55,11 +63,20 @@ PARAMETERS = {
     "phi-3-mini": 3_821_079_552,
     "phi-3-medium": 13_960_238_080,
     "phi-4": 14_659_507_200,
+    "phi-4-mini": 3_836_021_760,
     "granite-3.3-2b": 2_533_539_840,
     "granite-3.3-8b": 8_170_864_640,
     "olmo-2-7b": 7_298_617_344,
     "olmo-2-13b": 13_716_198_400,
     "olmo-2-32b": 32_234_279_936,
+    "lfm2-350m": 354_483_968,
+    "lfm2-700m": 742_489_344,
+    "lfm2-1.2b": 1_170_340_608,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200,
+    "kimi-k2": 1_026_408_232_448,
+    "mistral-small-4": 118_972_826_624,
+    "glm-4.7-flash": 29_943_393_920,
 }
 
 

@@ -9,13 +9,15 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octavo.executor.reference import evaluate
 from octavo.loader import load
 from octavo.loader.base import Checkpoint
 from octavo.loader.dequantize import dequantize
-from octavo.loader.hf_config import model_config
+from octavo.loader.hf_config import model_config, text_config
 from octavo.loader.hf_folder import HfFolder
+from octavo.loader.tokenizer import byte_alphabet
 from octavo.models import families
 from octavo.tools.quantize.gptq_rounding import Order
 from octavo.tools.quantize.grid import Scheme
@@ -33,7 +35,7 @@ SAMPLES = np.random.default_rng(11).integers(0, 90, (6, 32)).astype(np.int32)
 def random_folder(name: str, path: Path, **changes: Any) -> Path:
     """A family's folder with random bfloat16 weights: 64 wide, 96 in the feed-forward layers (64 in
     experts), two query heads on a KV head, a head of its own."""
-    config = json.loads((FAMILIES / name / "config.json").read_text())
+    config = text_config(HfFolder(FAMILIES / name))
     config |= {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     config |= {"tie_word_embeddings": False, "dtype": "bfloat16"} | changes
@@ -47,13 +49,27 @@ def random_folder(name: str, path: Path, **changes: Any) -> Path:
         values = rng.normal(size=shape) / np.sqrt(shape[-1]) if len(shape) == 2 else np.ones(shape)
         if role.endswith(("attn_norm", "ffn_norm")):
             values[::9] *= 6.0  # inputs that matter more
-        tensors[f"{place.name}.{place.ending}"] = values.astype(ml_dtypes.bfloat16)
+        tensors[f"{place.name}.{place.ending}".removesuffix(".")] = values.astype(
+            ml_dtypes.bfloat16
+        )
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
 
 
 def qwen3_folder(path: Path) -> Path:
     return random_folder("qwen3", path, num_hidden_layers=2, layer_types=None, max_window_layers=2)
+
+
+def speaking(path: Path) -> Path:
+    """The folder with a tokenizer that GGUF has words for: of single bytes."""
+    size = json.loads((path / "config.json").read_text())["vocab_size"]
+    letters = sorted(byte_alphabet().values())
+    letters += [f"<{index}>" for index in range(size)]
+    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(letters[:size])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
 
 
 def recipe(
@@ -112,15 +128,20 @@ def _field(word: Any, place: int, bits: int) -> int:
     return (int(word) & 0xFFFFFFFF) >> (bits * place) & ((1 << bits) - 1)
 
 
+def _stream(words: Any, bits: int) -> list[int]:
+    """The numbers of one stream of bits in 32-bit words, lowest first."""
+    whole = int.from_bytes(np.ascontiguousarray(words, "<i4").tobytes(), "little")
+    return [whole >> at & ((1 << bits) - 1) for at in range(0, 32 * len(words) - bits + 1, bits)]
+
+
 def _gptq(t: dict[str, Any], config: dict[str, Any]) -> Float32:
-    bits, per = config["bits"], 32 // config["bits"]
-    inputs, out = t["qweight"].shape[0] * per, t["qweight"].shape[1]
-    values = np.empty((out, inputs), np.float32)
-    for i in range(inputs):
-        group = t["g_idx"][i]
-        for o in range(out):
-            code = _field(t["qweight"][i // per, o], i % per, bits)
-            zero = _field(t["qzeros"][group, o // per], o % per, bits) + 1
+    bits, out = config["bits"], t["qweight"].shape[1]
+    zeros = [_stream(row, bits) for row in t["qzeros"]]
+    values = np.empty((out, t["qweight"].shape[0] * 32 // bits), np.float32)
+    for o in range(out):
+        for i, code in enumerate(_stream(t["qweight"][:, o], bits)):
+            group = t["g_idx"][i]
+            zero = zeros[group][o] + 1
             values[o, i] = np.float32(t["scales"][group, o]) * np.float32(code - zero)
     return values
 
@@ -143,17 +164,10 @@ def _compressed(t: dict[str, Any], config: dict[str, Any]) -> Float32:
     bits, scale = scheme["num_bits"], t["weight_scale"].astype(np.float32)
     if "weight" in t:
         return t["weight"].astype(np.float32) * scale
-    per, half = 32 // bits, 1 << (bits - 1)
+    half = 1 << (bits - 1)
     out, inputs = t["weight_shape"].tolist()
     values = np.empty((out, inputs), np.float32)
-    for i in range(inputs):
-        group = i * scale.shape[1] // inputs
-        if "weight_g_idx" in t:
-            group = t["weight_g_idx"][i]
-        for o in range(out):
-            number = _field(t["weight_packed"][o, i // per], i % per, bits) - half
-            zero = 0
-            if "weight_zero_point" in t:
-                zero = _field(t["weight_zero_point"][o // per, group], o % per, bits) - half
-            values[o, i] = scale[o, group] * np.float32(number - zero)
+    for o in range(out):
+        for i, code in enumerate(_stream(t["weight_packed"][o], bits)[:inputs]):
+            values[o, i] = scale[o, i * scale.shape[1] // inputs] * np.float32(code - half)
     return values

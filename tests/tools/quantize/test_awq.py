@@ -1,5 +1,6 @@
 """AWQ: what is folded is the same function, and what comes out loses less than rounding."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,8 @@ import pytest
 
 from executor import tiny
 from octavo.executor.reference import evaluate
-from octavo.loader.base import CheckpointError
-from octavo.loader.bind import ROUTER
+from octavo.executor.reference.evaluate import WholeSequences
+from octavo.loader.bind import ROUTER, ROUTERS
 from octavo.loader.dequantize import dequantize
 from octavo.models import families
 from octavo.models.config import ModelConfig
@@ -28,10 +29,21 @@ MODELS = {
     "qwen2": tiny.config("qwen2", biases=frozenset({"attn_q", "attn_k", "attn_v", "ffn_up"})),
     "gemma3": tiny.config("gemma3"),
     "olmo2": tiny.config("olmo2"),
+    "shared caches": tiny.mixed(),
     "biases": tiny.config(num_kv_heads=4, biases=frozenset({"attn_v", "attn_output", "ffn_up"})),
 }
-SPARSE = {name: tiny.config(name) for name in tiny.SPARSE}
+SPARSE = {name: tiny.config(name) for name in tiny.SPARSE} | {
+    "biases": tiny.config("mixtral", replace(tiny.EXPERTS, biases=True)),
+    "shared": tiny.shared(),
+    "shared ungated": tiny.shared(family="shared ungated"),
+}
 IDS = np.random.default_rng(8).integers(0, 70, (4, 24))
+
+
+@pytest.fixture(autouse=True)
+def shared_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, family in tiny.SHARED.items():
+        monkeypatch.setitem(families.FAMILIES, name, family)
 
 
 def weights_of(config: ModelConfig) -> dict[str, Float32]:
@@ -49,13 +61,13 @@ def inputs_of(
 ) -> list[tuple[LayerOps, list[tuple[SharedInput, Moments | None]]]]:
     """Each layer with its inputs' moments."""
     before, layers = split(program)
-    values: Values = {}
+    values, kv = Values(), WholeSequences()
     evaluate.run(before, program.config, weights, values, IDS)
     found = []
     for layer in layers:
         done, inputs = 0, list[tuple[SharedInput, Moments | None]]()
         for shared in layer.inputs:
-            evaluate.run(layer.ops[done : shared.first], program.config, weights, values)
+            evaluate.run(layer.ops[done : shared.first], program.config, weights, values, kv=kv)
             done = shared.first
             x = values[shared.x]
             width = program.weights[shared.roles[0]][1]
@@ -65,7 +77,7 @@ def inputs_of(
             moments = Moments(width)
             moments.add(x)
             inputs.append((shared, moments if moments.count else None))
-        evaluate.run(layer.ops[done:], program.config, weights, values)
+        evaluate.run(layer.ops[done:], program.config, weights, values, kv=kv)
         found.append((layer, inputs))
     return found
 
@@ -122,9 +134,19 @@ def test_what_may_be_scaled() -> None:
     assert makers["biases"][1] == Maker("layers.0.attn_v", "layers.0.attn_v.bias", False)
 
 
-def test_layers_that_share_a_cache_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="layer 3 reads the keys and values of layer 2"):
-        split(families.program(tiny.mixed()))
+def test_values_that_another_layer_reads_are_not_scaled() -> None:
+    """Every head of `mixed` may have keys and values of its own: those of layers 1 and 2 are
+    also layers 4's and 3's.
+    """
+    mixed = tiny.mixed()
+    layers = tuple(replace(layer, num_kv_heads=4) for layer in mixed.layers)
+    _, found = split(families.program(replace(mixed, layers=layers)))
+    makers = [layer.inputs[1].maker for layer in found]
+    assert [layer.inputs[1].roles for layer in found[3:]] == [
+        ("layers.3.attn_output",),
+        ("layers.4.attn_output",),
+    ]
+    assert makers == [Maker("layers.0.attn_v", None, norm=False), *[None] * 4]
 
 
 def bias_of(config: ModelConfig, name: str) -> str | None:
@@ -148,6 +170,28 @@ def test_what_may_be_scaled_of_experts() -> None:
     assert len(layer.matrices) == 4 + 3 * 6
 
 
+def test_what_may_be_scaled_of_a_shared_expert() -> None:
+    """Its matrices go with the experts': all through the norm before, with the gates. A router that
+    reads something else has no part in it, and a norm before experts alone serves them all.
+    """
+    inputs = {name: split(families.program(SPARSE[name]))[1][0].inputs for name in SPARSE}
+    router, dense = inputs["shared"][2:4]
+    shared = tuple(f"layers.0.ffn_{part}_shexp" for part in ("gate", "up"))
+    assert router.roles == ("layers.0.ffn_gate_inp_shexp", "layers.0.ffn_gate_inp")
+    assert router.maker == Maker("layers.0.ffn_norm", None, norm=True)
+    assert router.along == (*shared, *inputs["mixtral"][2].along)
+    assert (dense.roles, dense.maker, dense.router) == (shared, None, False)
+    down = next(each for each in inputs["shared"] if each.x == "shared_gate")
+    assert down.maker == Maker("layers.0.ffn_up_shexp", None, norm=False)
+    dense, _, router, first = inputs["shared ungated"][2:6]
+    assert [each.maker for each in (dense, router, first)] == [None] * 3
+    assert (router.roles, router.along) == (("layers.0.ffn_gate_inp",), ())
+    assert first.x == dense.x == "h"
+    biased = next(each for each in inputs["biases"] if each.expert == 3 and each.x != "h")
+    up = "layers.0.ffn_up_exps.3"
+    assert biased.maker == Maker(up, f"{up}.bias", norm=False)
+
+
 @pytest.mark.parametrize("name", MODELS | SPARSE)
 def test_outputs_lose_less_than_by_rounding(name: str) -> None:
     config = (MODELS | SPARSE)[name]
@@ -168,7 +212,7 @@ def test_outputs_lose_less_than_by_rounding(name: str) -> None:
                 ours = relative_loss(folded[role], found[role].values(), second)
                 nearest = round_to_nearest(SCHEME, own[role]).values()
                 ratios.append(ours / relative_loss(own[role], nearest, moments.second))
-        assert all(own[role].ndim == 1 or role.endswith(ROUTER) for role in others)
+        assert all(own[role].ndim == 1 or role.endswith(ROUTERS) for role in others)
     assert np.mean(ratios) < 0.9
     assert name in SPARSE or max(ratios) < 1.2
 

@@ -13,10 +13,12 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 import strict_json
+from executor import tiny
 from executor.reference import run as plain_run
 from octavo.cli import app
 from octavo.engine.config import SettingsError
 from octavo.executor.native.packing import held_bytes
+from octavo.executor.reference import evaluate
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader import load
 from octavo.loader.base import Checkpoint, CheckpointError, Tokenizer
@@ -33,7 +35,7 @@ from octavo.tools.quantize.fidelity import (
     divergence,
     windows,
 )
-from oracle.tiny_folders import FAMILIES, folder, recorded, talking_folder
+from oracle.tiny_folders import BASE, FAMILIES, folder, recorded, talking_folder
 from paths import ORACLE
 
 TINY = ("tiny-llama", "tiny-llama-odd", "tiny-llama-legacy", "tiny-llama-k", "tiny-gemma3",
@@ -62,13 +64,22 @@ def test_exact_is_what_transformers_computes(name: str) -> None:
 @pytest.mark.parametrize("family", sorted(path.name for path in FAMILIES.iterdir()))
 def test_of_every_family(family: str, tmp_path: Path) -> None:
     """Recorded with keys and values rounded to fp16, which is most of the difference."""
-    meta, arrays = recorded(family)
-    ids = arrays["ids"].astype(np.int32)
-    source = Exact(load(folder(family, tmp_path / family)), len(ids))
-    [logits] = all_logits(source, [ids])
-    expected = arrays["float32"]
-    off = logits[meta["first_row"] :][: len(expected)] - expected
-    assert np.abs(off).mean() < 1e-3 * expected.std()
+    expected = recorded(family)
+    source = Exact(load(folder(family, tmp_path / family)), len(expected.ids))
+    [logits] = all_logits(source, [expected.ids])
+    assert expected.off(BASE, logits).mean() < 2e-3
+
+
+def test_of_layers_that_share_a_cache() -> None:
+    """A layer at a time, as all at once."""
+    checkpoint = tiny.checkpoint(tiny.mixed())
+    ids = np.random.default_rng(8).integers(0, 70, 40).astype(np.int32)
+    whole, part = all_logits(Exact(checkpoint, 64), [ids, ids[:9]])
+    shape = program(checkpoint.config, 64)
+    weights = {role: dequantize(checkpoint.weights[role]) for role in shape.weights}
+    expected = evaluate.logits(shape, weights, ids[None])[0]
+    np.testing.assert_allclose(whole, expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(part, expected[:9], rtol=0, atol=1e-5)
 
 
 def test_a_text_is_kept_for_the_next_model() -> None:

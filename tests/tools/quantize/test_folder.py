@@ -9,9 +9,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from octavo.loader import load
+from octavo.models.config import ModelConfig
 from octavo.tools.quantize.hf_model import places
 from octavo.tools.quantize.quantize_checkpoint import WORK
-from oracle.tiny_folders import FAMILIES, folder, gguf_file
+from octavo.tools.quantize.state import QuantizeError
+from oracle.tiny_folders import FAMILIES, folder, gguf_file, gguf_labels
 from paths import ORACLE
 from tools.quantize.quantizing import Float32, logits_of, make, modules, qwen3_folder, weights_of
 
@@ -19,6 +21,8 @@ TINY = ORACLE / "tiny-llama-k.gguf"
 LAYOUTS = [
     {"format": "gptq"},
     {"format": "gptq", "symmetric": True},
+    {"format": "gptq", "bits": 3},
+    {"format": "gptq", "bits": 3, "symmetric": True, "method": "gptq"},
     {"format": "gptq", "bits": 8, "symmetric": True},
     {"format": "gptq", "bits": 8, "group": None},
     {"format": "gptq", "method": "gptq", "order": "group"},
@@ -27,6 +31,7 @@ LAYOUTS = [
     {"format": "awq", "method": "awq"},
     {"format": "awq", "group": None},
     {"format": "compressed-tensors", "symmetric": True},
+    {"format": "compressed-tensors", "bits": 3, "symmetric": True},
     {"format": "compressed-tensors", "bits": 8, "symmetric": True},
     {"format": "compressed-tensors", "bits": 8, "group": None, "symmetric": True},
 ]
@@ -63,7 +68,7 @@ def test_modules_mean_the_same_to_every_reader(how: dict[str, object], tmp_path:
     if how.get("method") != "awq":
         for role in roles.values():
             error = np.abs(ours[role] - source[role]).max() / np.abs(source[role]).max()
-            assert error < (0.3 if how.get("bits") != 8 else 0.02)
+            assert error < {3: 0.8, 4: 0.3, 8: 0.02}[how.get("bits", 4)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,19 +77,21 @@ def test_folders_of_every_family(name: str, tmp_path: Path) -> None:
     make(source, tmp_path / "out", bits=8, symmetric=True, group=None)
     before, after = load(source), load(tmp_path / "out")
     assert after.config == type(after.config)(**{**config_of(before), "name": after.config.name})
-    assert_near(logits_of(after), logits_of(before), sparse=before.config.experts is not None)
+    assert_near(logits_of(after), logits_of(before), before.config)
 
 
-def assert_near(got: Float32, expected: Float32, *, sparse: bool) -> None:
+def assert_near(got: Float32, expected: Float32, config: ModelConfig) -> None:
     """Rounded to 8 bits; a row or a norm out of place changes everything. Where there are experts,
-    a token may go to others."""
+    a token may go to others; recurrent layers multiply what several rounded matrices give."""
+    recurrent = any(layer.recurrence is not None for layer in config.layers)
+    most = 0.1 if recurrent else 0.05
     error = np.abs(got - expected) / expected.std()
     print(f"mean {error.mean():.3f}, most {error.max():.3f}")
-    if sparse:
-        assert np.median(error) < 0.04
+    if config.experts is not None:
+        assert np.median(error) < most
     else:
-        assert error.mean() < 0.04
-        assert error.max() < 0.4
+        assert error.mean() < most
+        assert error.max() < (3.0 if recurrent else 0.6)
 
 
 def config_of(checkpoint: object) -> dict[str, object]:
@@ -92,19 +99,20 @@ def config_of(checkpoint: object) -> dict[str, object]:
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if (FAMILIES / name / "gguf.npz").exists()]
-)
+@pytest.mark.parametrize("name", [name for name in NAMES if gguf_labels(name)])
 def test_gguf_files_of_every_family(name: str, tmp_path: Path) -> None:
     """With a config.json made of the metadata, heads' rows put back and norms less one."""
-    with np.load(FAMILIES / name / "gguf.npz") as data:
-        labels = [label for label in data if label != "meta"]
-    for label in labels:
+    for label in gguf_labels(name):
         source = gguf_file(name, label, tmp_path / f"{label}.gguf")
+        before = load(source)
+        if any(getattr(layer.recurrence, "tiled", False) for layer in before.config.layers):
+            with pytest.raises(QuantizeError, match="the recurrence of layer 0 would differ"):
+                make(source, tmp_path / label, bits=8, symmetric=True, group=None)
+            continue
         make(source, tmp_path / label, bits=8, symmetric=True, group=None)
-        before, after = load(source), load(tmp_path / label)
+        after = load(tmp_path / label)
         # Embeddings have become bfloat16.
-        assert_near(logits_of(after), logits_of(before), sparse=before.config.experts is not None)
+        assert_near(logits_of(after), logits_of(before), before.config)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

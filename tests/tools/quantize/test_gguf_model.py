@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from executor import tiny
 from octavo.executor.reference import evaluate
 from octavo.loader import load
 from octavo.loader.bind import ROUTER
 from octavo.loader.gguf import GgufFile
-from octavo.loader.tokenizer import SPACE, byte_alphabet
+from octavo.loader.tokenizer import SPACE
 from octavo.models import families
 from octavo.models.config import UNROTATED
 from octavo.tools.quantize.ggml_rounding import ggml_round
@@ -26,26 +25,26 @@ from octavo.tools.quantize.layouts import Format, scheme_of
 from octavo.tools.quantize.same_model import difference
 from octavo.tools.quantize.state import QuantizeError
 from oracle.tiny_folders import FAMILIES
-from tools.quantize.quantizing import SAMPLES, logits_of, make, random_folder, weights_of
+from tools.quantize.quantizing import (
+    SAMPLES,
+    logits_of,
+    make,
+    random_folder,
+    speaking,
+    weights_of,
+)
 
 TOKENIZERS = FAMILIES.parent / "tokenizers"
 # What GGUF has no keys for, and says so.
+INTERLEAVED = "its interleaved matrices are not written there yet"
 REFUSED = {
+    "gpt_oss": "the rotary positions of layer 0 would differ",
     "mistral": "the window of layer 0 would differ",
+    "qwen3_5": INTERLEAVED,
+    "qwen3_5_moe": INTERLEAVED,
+    "qwen3_next": INTERLEAVED,
     "qwen3moe-dense": r"has no tensor for layers\.0\.ffn_down_exps\.0",
 }
-
-
-def speaking(path: Path) -> Path:
-    """The folder with a tokenizer that GGUF has words for: of single bytes."""
-    size = json.loads((path / "config.json").read_text())["vocab_size"]
-    letters = sorted(byte_alphabet().values())
-    letters += [f"<{index}>" for index in range(size)]
-    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(letters[:size])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(path / "tokenizer.json"))
-    return path
 
 
 NAMES = sorted(path.name for path in FAMILIES.iterdir())
@@ -53,7 +52,16 @@ NAMES = sorted(path.name for path in FAMILIES.iterdir())
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
 def test_every_family(name: str, tmp_path: Path) -> None:
-    source = speaking(random_folder(name, tmp_path / "source"))
+    assert_written(speaking(random_folder(name, tmp_path / "source")), tmp_path)
+
+
+def test_gpt_oss_of_a_rounded_range(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    changes = {"rope_parameters": yarn | {"truncate": True}, "swiglu_limit": 7.0}
+    assert_written(speaking(random_folder("gpt_oss", tmp_path / "source", **changes)), tmp_path)
+
+
+def assert_written(source: Path, tmp_path: Path) -> None:
     make(source, tmp_path / "out.gguf", format="gguf", bits=8, symmetric=True)
     before, after = load(source), load(tmp_path / "out.gguf")
     assert difference(before.config, after.config) is None
@@ -169,6 +177,10 @@ def recorded(kind: str, path: Path, family: str | None = None) -> Path:
     return path
 
 
+def decomposed(text: str) -> bool:
+    return unicodedata.normalize("NFC", text) != text
+
+
 @pytest.mark.parametrize("kind", sorted(path.name for path in TOKENIZERS.iterdir()))
 def test_every_kind_of_tokenizer(kind: str, tmp_path: Path) -> None:
     source = recorded(kind, tmp_path / "source")
@@ -187,7 +199,8 @@ def test_every_kind_of_tokenizer(kind: str, tmp_path: Path) -> None:
     known: Callable[[str], bool] = {
         "gemma": lambda text: SPACE in text,
         "llama2-metaspace": lambda text: text.startswith((" ", SPACE)) or "<" in text,
-        "qwen2": lambda text: unicodedata.normalize("NFC", text) != text,
+        "qwen2": decomposed,
+        "cohere": decomposed,
     }.get(kind, lambda text: False)
     assert all(map(known, different)), different
     assert after.tokenizer.eos_token_ids == before.tokenizer.eos_token_ids

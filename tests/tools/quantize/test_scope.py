@@ -128,10 +128,11 @@ def test_later_layers_make_up_for_a_small_embedding(tmp_path: Path) -> None:
 def test_what_would_only_lose_stays_byte_for_byte(method: str, tmp_path: Path) -> None:
     scheme = scheme_of(Format.GGUF, 4, 32, False)
     checkpoint = load(LEGACY)
-    stays = kept(checkpoint, Method(method), Format.GGUF, scheme)
+    plain = Recipe(Method(method), scheme)
+    stays = kept(checkpoint, plain, Format.GGUF)
     formats = {role: checkpoint.weights[role].format.name for role in stays}
     assert set(formats.values()) == {"Q4_0", "Q4_1", "Q5_0"}  # Q5_0 is a tenth larger at most
-    recipe = Recipe(Method(method), scheme, kept=stays)
+    recipe = replace(plain, kept=stays)
     quantize(checkpoint, recipe, Format.GGUF, tmp_path / "o.gguf", SAMPLES, lambda report: None)
     after = load(tmp_path / "o.gguf")
     for role, weight in checkpoint.weights.items():
@@ -140,8 +141,8 @@ def test_what_would_only_lose_stays_byte_for_byte(method: str, tmp_path: Path) -
             assert (new.format, new.data.tobytes()) == (weight.format, weight.data.tobytes())
         elif role.startswith("layers.") and len(weight.shape) == 2:
             assert new.format.name == "Q4_1"
-    assert kept(checkpoint, Method.AWQ, Format.GGUF, scheme) == frozenset()
-    assert kept(checkpoint, Method.RTN, Format.GPTQ, scheme) == frozenset()
+    assert kept(checkpoint, Recipe(Method.AWQ, scheme), Format.GGUF) == frozenset()
+    assert kept(checkpoint, plain, Format.GPTQ) == frozenset()
 
 
 @pytest.mark.parametrize(

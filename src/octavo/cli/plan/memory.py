@@ -26,7 +26,14 @@ from octavo.tools.plan.gpu import RUNTIME_BYTES
 from octavo.words import plural
 
 if TYPE_CHECKING:
-    from octavo.tools.plan.memory_plan import Alternative, DeviceMemory, Need, ServingLoad
+    from octavo.tools.plan.memory_plan import (
+        Alternative,
+        DeviceMemory,
+        KvCacheSize,
+        Need,
+        ServingLoad,
+        Sharing,
+    )
     from octavo.tools.plan.quantization import StoredWeights
     from octavo.tools.plan.schemes import StorageScheme
     from octavo.tools.plan.subject import Subject
@@ -364,7 +371,7 @@ def verdict(load: ServingLoad, place: DeviceMemory, need: Need | None) -> str:
     what = f"{plural(load.users, 'user')} of {load.context:,} tokens"
     what += " takes" if load.users == 1 else " take"
     if need is None:
-        return f"Does not fit on {place.name}: no kernel here takes {_unserved(load)}."
+        return f"Does not run on {place.name}: no kernel here takes {_unserved(load)}."
     of = f"{as_size(need.bytes)} of {as_size(place.memory_bytes)}"
     if need.fits:
         return f"Fits on {place.name}: {what} {of}, and {need.sequences:,} would fit."
@@ -391,6 +398,8 @@ def _unserved(load: ServingLoad) -> str:
     """What the engine cannot hold."""
     from octavo.kv_cache.layout import KvDtype
 
+    if not load.subject.served:
+        return "latent attention"
     cache = load.dtype not in KvDtype.served()
     return f"a cache of {load.dtype}" if cache else f"weights in {load.stored.name}"
 
@@ -433,7 +442,8 @@ def as_text(
     if instead:
         lines += ["", *_instead_lines(places[0], instead)]
     elif needs[0] is None or not needs[0].fits:
-        lines += ["", _nothing(load, places[0])]
+        if load.subject.served:
+            lines += ["", _nothing(load, places[0])]
     elif places[0].here and subject.stored is not None:
         lines += ["", f"To have it so: {serve} --kv-cache-memory-bytes {needs[0].kv_bytes}"]
     return "\n".join(lines)
@@ -481,7 +491,7 @@ def _kv_lines(load: ServingLoad) -> list[str]:
             f"  ({as_size(cache.block_padding)} of them behind layers that take less of a block)"
         )
     lines += [
-        f"  {sharing.name}, {plural(sharing.kv_heads, 'KV head')}: {as_size(sharing.bytes)}"
+        f"  {sharing.name}, {_heads(sharing, cache)}: {as_size(sharing.bytes)}"
         + (" (this model)" if sharing.own else "")
         for sharing in memory_plan.sharings(load.subject.program.config, cache)
     ]
@@ -490,6 +500,14 @@ def _kv_lines(load: ServingLoad) -> list[str]:
             f"  the draft model's ({load.draft.subject.name}): {as_size(load.draft_cache.bytes)}"
         )
     return lines
+
+
+def _heads(sharing: Sharing, cache: KvCacheSize) -> str:
+    if cache.latent:
+        return "a latent"
+    if sharing.kv_heads is None:
+        return "KV heads by layer"
+    return plural(sharing.kv_heads, "KV head")
 
 
 def _folded(step: str) -> list[str]:

@@ -30,8 +30,10 @@ from octavo.executor.base import (
 )
 from octavo.executor.cost import CostModel
 from octavo.executor.native import lower
+from octavo.executor.native.held_form import held_form
 from octavo.executor.native.packing import cost_model, held_bytes, scaled_bytes, tier_name
 from octavo.kv_cache.layout import KvDtype, KvLayout
+from octavo.kv_cache.state_batch import StateBatch
 from octavo.loader.base import Checkpoint, CheckpointError, Weight, WeightFormat
 from octavo.loader.dequantize import dequantize
 from octavo.machine.cpu import usable_cpus
@@ -90,6 +92,7 @@ class NativeExecutor(Executor):
         isa: str | None = None,
         keep_hidden: bool = False,
         digest: bool = False,
+        state_log_rows: int = 0,
         **sizes: Unpack[ExecutorSizes],
     ) -> None:
         layout.dtype.check_served()
@@ -128,6 +131,7 @@ class NativeExecutor(Executor):
             block_bytes=layout.block_bytes,
             num_heads=config.num_heads,
             kv_kind=_KV_KINDS[layout.dtype],
+            state=_state_fields(layout, state_log_rows),
             **sizes,
         )
         self.capabilities = replace(self.capabilities, tier=runtime.isa)
@@ -243,6 +247,7 @@ class NativeExecutor(Executor):
             batch.copies,
             program,
             rows,
+            None if batch.state is None else _state_arrays(batch.state),
         )
         hidden = runtime.hidden() if self._programs[program][1] else None
         return StepResult(logits, time.perf_counter() - start, runtime.logits, hidden)
@@ -289,6 +294,39 @@ class NativeExecutor(Executor):
 
     def close(self) -> None:
         self._loader = None
+
+
+def _state_fields(layout: KvLayout, log_rows: int) -> tuple[Any, ...] | None:
+    """Return how the runtime is told where states lie (kernels/recurrence.h)."""
+    state = layout.state
+    if state is None:
+        return None
+    parts = [
+        (part.heads, part.depth, part.width, part.first_unit, part.tiles_per_unit)
+        for part in state.parts
+    ]
+    return state.pages, state.unit_bytes, state.units_per_page, log_rows, parts
+
+
+def _state_parts(layout: KvLayout, layer: int) -> tuple[int, int]:
+    """Return the parts that a layer's state has: inputs of its convolution, and matrices or -1."""
+    parts = () if layout.state is None else layout.state.parts
+    found = [index for index, part in enumerate(parts) if part.layer == layer]
+    if not found:
+        raise ValueError(f"the cache has no state of layer {layer}")
+    return found[0], found[1] if len(found) > 1 else -1
+
+
+def _state_arrays(state: StateBatch) -> tuple[Int32, ...]:
+    """Return the arrays as the runtime takes them."""
+    return (
+        state.tables,
+        state.reads,
+        state.stores,
+        state.pending_offsets,
+        state.pending,
+        state.log,
+    )
 
 
 class _Held(NamedTuple):
@@ -340,7 +378,7 @@ class _Loader:
 
     def _load_weights(self, program: Program, weights: Mapping[str, Weight]) -> None:
         check_weights(program, {**weights, **self.held}, self.source)
-        new = {role: weights[role] for role in program.weights if role not in self.held}
+        new = {role: held_form(weights[role]) for role in program.weights if role not in self.held}
         packed = (
             self.runtime.packed_bytes(weight.format, *weight.shape, weight.group)
             for weight in new.values()
@@ -359,6 +397,8 @@ class _Loader:
                 if weight.format not in _FLOATS:
                     raise CheckpointError(f"{weight.name}: a vector in format {weight.format.name}")
                 floats = dequantize(weight)
+                if floats.ndim > 1:  # of a convolution: tap by tap
+                    floats = np.ascontiguousarray(floats.reshape(len(floats), -1).T).reshape(-1)
                 number = self.runtime.add_vector(floats.tolist())
                 self.hashing(floats.data)
             size = held_bytes(weight, self.runtime.isa)
@@ -414,13 +454,15 @@ class _Loader:
                 for arg in args:
                     if isinstance(arg, lower.Place):
                         built += self.layout.place(arg.layer)
+                    elif isinstance(arg, lower.StatePlace):
+                        built += _state_parts(self.layout, arg.layer)
                     else:
                         built.append(self._built(arg))
                 return kind(*built)
             case list():
                 return [self._built(part) for part in of]
-            case lower.View(buffer, _, stride):
-                return _native.Value(buffer.offset, stride, buffer.local)
+            case lower.View(buffer, _, stride, first=first):
+                return _native.Value(buffer.offset, stride, buffer.local, first)
             case lower.Buffer(offset=offset, local=local):
                 return _native.Prepared(offset, local)
             case lower.WeightRef(role, factor):
@@ -433,6 +475,7 @@ class _Loader:
                 rope = of.dim, of.interleaved, of.frequencies.tolist(), of.magnitude
                 return self._number(of, lambda: self.runtime.add_rope(*rope))
             case Experts():
-                key = of.count, of.chosen, of.renormalize
+                gating = of.gating == "sigmoid", of.renormalize, of.normalize_eps, of.scale
+                key = of.count, of.chosen, *gating
                 return self._number(key, lambda: self.runtime.add_routing(*key))
         return of

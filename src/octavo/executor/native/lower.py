@@ -1,15 +1,15 @@
 """From a Program to what the native runtime runs: regions between which all threads meet.
 
 Some kinds of op cross the rows or columns that a thread works on, and need a meeting before and
-after: linear layers, attention, logits and experts. All others are row-wise, and neighbours among
-them run as one region, row by row. On the way:
+after: linear layers, attention, recurrences, logits and experts. All others are row-wise, and
+neighbours among them run as one region, row by row. On the way:
 
 - linear layers that share an input become one region, and share its prepared form;
 - a linear layer whose output is only added to the residual stream accumulates into it;
 - with many rows, threads share them out instead of a layer's columns, and each takes its own
   through the regions between one attention and the next without meeting the others: values that
   live there only are kept for a few rows a thread, in its cache;
-- after the last attention, only the rows that want logits are computed;
+- after the last attention or recurrence, only the rows that want logits are computed;
 - the experts' inputs are sorted by expert first, so that each runs over rows that lie side by side;
 - values whose lifetimes do not overlap share memory, and element-wise ops work in place.
 
@@ -27,6 +27,7 @@ from octavo import _native
 from octavo.loader.base import CheckpointError, WeightFormat
 from octavo.models import program as model
 from octavo.models.config import Experts, Rope
+from octavo.models.recurrence import GatedDelta, Mamba2, Recurrence, ShortConv
 
 ALIGNMENT = 64  # bytes
 FLOAT_BYTES = 4
@@ -49,13 +50,16 @@ class Buffer:
 class View(NamedTuple):
     """A [rows, width] matrix of floats in a buffer; its rows are ``stride`` floats apart.
 
-    With ``experts`` its rows are the slots of their choices.
+    With ``experts`` its rows are the slots of their choices. A ``slice`` of a wider matrix begins
+    at element ``first`` of each of its rows; nothing is written to it.
     """
 
     buffer: Buffer
     width: int
     stride: int
     experts: Experts | None = None
+    slice: bool = False
+    first: int = 0
 
 
 class WeightRef(NamedTuple):
@@ -71,11 +75,18 @@ class Place(NamedTuple):
     layer: int
 
 
+class StatePlace(NamedTuple):
+    """A recurrent layer, which the runtime knows by the parts of its state."""
+
+    layer: int
+
+
 class LoweredStep(NamedTuple):
     """An object of the runtime (kernels/runtime.h) before all buffers have their offsets.
 
     ``args`` are those of its constructor. In place of a value it has a `View`, of prepared rows a
-    `Buffer`, and of the runtime's numbers a `WeightRef`, `Place`, `Rope` or `Experts`.
+    `Buffer`, and of the runtime's numbers a `WeightRef`, `Place`, `StatePlace`, `Rope` or
+    `Experts`.
     """
 
     kind: Callable[..., Any]
@@ -168,7 +179,7 @@ class _Lowering:
         keep_hidden: bool,
     ) -> None:
         self.keep_hidden = keep_hidden
-        self.last_attention = program.last_attention
+        self.last_crossing = program.last_crossing
         self.formats = formats
         self.kernels = kernels
         self.orders = orders
@@ -190,7 +201,7 @@ class _Lowering:
                 i += self._row_function(i, op)
             else:
                 i += LOWERINGS[type(op)](self, i, op)
-            if not self.selected and i > self.last_attention:
+            if not self.selected and i > self.last_crossing:
                 self._select(i)
         stretches = _stretches(self.regions)
         for buffer in self.buffers:
@@ -274,9 +285,11 @@ class _Lowering:
         """Return where an op of rows writes: over an input that nobody reads later, or anew."""
         (out,) = self.uses[index].writes
         for value in self.uses[index].reads:
-            if self._dies(value, index) and self.widths[value] == self.widths[out]:
-                self.views[out] = self.views[value]
-                return self.views[out]
+            view = self.views[value]
+            same = self.widths[value] == self.widths[out] and not view.slice
+            if same and self._dies(value, index):
+                self.views[out] = view
+                return view
         return self._new_value(index)
 
     def _new_value(self, index: int, experts: Experts | None = None) -> View:
@@ -339,6 +352,13 @@ class _Lowering:
         self._step(op.label, _native.FunctionStep, *args, op=i, experts=experts)
         return 1
 
+    def _gate_row(self, i: int, op: model.GateRow) -> int:
+        self._rows()
+        x, gate = (self.views[value] for value in self.uses[i].reads)
+        args = x, gate, self._in_place(i), x.width, op.group or x.width
+        self._step("gate", _native.GateStep, *args, op=i)
+        return 1
+
     def _embed(self, i: int, op: model.Embed) -> int:
         self._rows()
         args = WeightRef(op.weight), self._new_value(i), op.scale
@@ -349,6 +369,13 @@ class _Lowering:
         self._rows()
         out = self._new_value(i)
         self._step("input", _native.InputStep, out, out.width, op=i)
+        return 1
+
+    def _slice(self, i: int, op: model.Slice) -> int:
+        whole = self._read(i)
+        self.views[self.uses[i].writes[0]] = whole._replace(
+            width=op.width, slice=True, first=whole.first + op.first
+        )
         return 1
 
     def _rope(self, i: int, op: model.RopeAndStoreKv) -> int:
@@ -365,6 +392,13 @@ class _Lowering:
         self.views[self.uses[i].writes[0]] = q
         return 1
 
+    def _scale_by_position(self, i: int, op: model.ScaleByPosition) -> int:
+        self._rows()
+        x = self._read(i)
+        args = x, self._in_place(i), x.width, op.beta, op.original
+        self._step("scale", _native.ScaleByPositionStep, *args, op=i)
+        return 1
+
     def _angles(self, rope: Rope) -> View:
         """Return the rows of a rotation's cosines and sines, in the region of rows that is last."""
         self._rows()
@@ -374,14 +408,30 @@ class _Lowering:
         return self.angles[rope]
 
     def _attention(self, i: int, op: model.PagedAttention) -> int:
-        args = self._read(i), self._new_after_rows(i), Place(op.layer), op.scale, op.softcap
+        sinks = -1 if op.sinks is None else WeightRef(op.sinks)
+        args = self._read(i), self._new_after_rows(i), Place(op.layer), op.scale, op.softcap, sinks
         name = "attention" if op.window is None else "attention (window)"
         self._region(name, (i,), _native.AttentionRegion, *args)
         return 1
 
+    def _recurrence(self, i: int, op: Recurrence) -> int:
+        """Emit a region for the op, and one that stores what its convolution has read, when nobody
+        needs the old inputs any more.
+        """
+        x, *gates = (self.views[value] for value in self.uses[i].reads)
+        bias = -1 if op.bias is None else WeightRef(op.bias)
+        args = _shape(op), StatePlace(op.layer), x, gates, WeightRef(op.weight), bias
+        layer = LoweredStep(_native.RecurrentLayer, args)
+        out = self._new_after_rows(i)
+        self._region(op.label, (i,), _native.RecurrentRegion, layer, out)
+        self._region(f"{op.label}'s inputs", (), _native.HistoryRegion, layer)
+        return 1
+
     def _route(self, i: int, op: model.Route) -> int:
         self._rows()
-        self._step("route", _native.RouteStep, self._read(i), op.experts, op=i)
+        bias, factors = (-1 if role is None else WeightRef(role) for role in (op.bias, op.factors))
+        args = self._read(i), op.experts, bias, factors
+        self._step("route", _native.RouteStep, *args, op=i)
         self._region("sort", (), _native.SortRegion, op.experts)
         return 1
 
@@ -442,8 +492,10 @@ class _Lowering:
         parts = []
         for j, (each, buffer) in enumerate(zip(ops, inputs, strict=True), start=i):
             out = self._new_after_rows(j, experts)
-            matrices = [WeightRef(role) for role in each.weights]
-            parts.append(LoweredStep(_native.ExpertsPart, (matrices, buffer, out)))
+            matrices, biases = (
+                list(map(WeightRef, roles)) for roles in (each.weights, each.biases)
+            )
+            parts.append(LoweredStep(_native.ExpertsPart, (matrices, buffer, out, biases)))
         self._region(_names(ops), range(i, i + len(ops)), _native.ExpertsRegion, experts, parts)
         return len(ops)
 
@@ -492,14 +544,34 @@ def _names(ops: Iterable[model.Linear | model.ExpertLinear]) -> str:
     return "+".join(op.weight.rpartition(".")[2] for op in ops)
 
 
+def _shape(op: Recurrence) -> LoweredStep:
+    """Return a recurrence's shape as the runtime has it."""
+    match op:
+        case GatedDelta(shape=s):
+            sizes = s.key_heads, s.value_heads, s.key_dim, s.value_dim, s.tiled
+            return LoweredStep(_native.DeltaShape, sizes)
+        case Mamba2(shape=m):
+            vectors = WeightRef(op.a), WeightRef(op.d)
+            return LoweredStep(
+                _native.MambaShape, (m.heads, m.head_dim, m.state, m.groups, *vectors)
+            )
+    return LoweredStep(_native.ShortConvShape, ())
+
+
 # How the ops are lowered that are no `RowOp`.
 LOWERINGS: dict[type[model.Op], Callable[[_Lowering, int, Any], int]] = {
     model.Embed: _Lowering._embed,
+    model.Slice: _Lowering._slice,
     model.Input: _Lowering._input,
     model.Linear: _Lowering._linears,
+    model.GateRow: _Lowering._gate_row,
     model.RopeAndStoreKv: _Lowering._rope,
     model.RotateQueries: _Lowering._rotate,
+    model.ScaleByPosition: _Lowering._scale_by_position,
     model.PagedAttention: _Lowering._attention,
+    ShortConv: _Lowering._recurrence,
+    GatedDelta: _Lowering._recurrence,
+    Mamba2: _Lowering._recurrence,
     model.Route: _Lowering._route,
     model.ExpertLinear: _Lowering._expert_linears,
     model.Combine: _Lowering._combine,

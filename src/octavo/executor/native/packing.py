@@ -7,11 +7,13 @@ from collections.abc import Mapping
 
 from octavo import _native
 from octavo.executor.cost import Arithmetic, CostModel
+from octavo.executor.native.held_form import held_form
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import CheckpointError, Weight, WeightFormat
 from octavo.models.program import Program, RowOp
 
 _INPUTS = 32  # of a grouped format's matrix: a multiple (kernels/linear.h)
+_FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16, WeightFormat.E4M3)
 
 
 def held_bytes(weight: Weight, isa: str | None = None) -> int:
@@ -27,7 +29,8 @@ def held_bytes(weight: Weight, isa: str | None = None) -> int:
             f"tensor {weight.name!r} has {weight.shape[1]} inputs; "
             f"kernels take multiples of {_INPUTS} in {weight.format.name}"
         )
-    return _native.packed_bytes(int(weight.format), *weight.shape, tier_name(isa), weight.group)
+    held = held_form(weight)
+    return _native.packed_bytes(int(held.format), *weight.shape, tier_name(isa), held.group)
 
 
 def scaled_bytes(program: Program) -> dict[str, int]:
@@ -63,7 +66,7 @@ def tier_name(isa: str | None) -> str:
 
 def arithmetic_of(format: WeightFormat, isa: str) -> Arithmetic:
     """Return what a tier multiplies a matrix of this format with."""
-    if format not in (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16):
+    if format not in _FLOATS:
         return Arithmetic.INT8
     bf16 = format is WeightFormat.BF16 and isa == "avx512_bf16"
     return Arithmetic.BF16 if bf16 else Arithmetic.FP32

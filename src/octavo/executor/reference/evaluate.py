@@ -8,7 +8,7 @@ Values are [sequences, tokens, width]. Every sequence starts at position 0 and i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from octavo.models.program import (
     Values,
     attend,
 )
+from octavo.models.recurrence import Recurrence
 
 
 class WholeSequences:
@@ -32,14 +33,22 @@ class WholeSequences:
     def __init__(self) -> None:
         self._stored: dict[int, tuple[Float32, Float32]] = {}
 
+    def keep(self, layers: Set[int]) -> None:
+        """Forget the keys and values of all other layers."""
+        for layer in self._stored.keys() - layers:
+            del self._stored[layer]
+
     def positions(self, tokens: int) -> Ids:
         return np.arange(tokens)
 
     def store(self, layer: int, keys: Float32, values: Float32) -> None:
         self._stored[layer] = keys, values
 
-    def attend(self, queries: Float32, op: PagedAttention) -> Float32:
-        return attend(queries, *self._stored[op.layer], op)
+    def attend(self, queries: Float32, op: PagedAttention, sinks: Float32 | None = None) -> Float32:
+        return attend(queries, *self._stored[op.layer], op, sinks=sinks)
+
+    def recur(self, op: Recurrence, weights: Mapping[str, Float32], rows: Float32) -> Float32:
+        return np.stack([op.advance(weights, each, op.initial)[0] for each in rows])
 
 
 def logits(program: Program, weights: Mapping[str, Float32], token_ids: Ids) -> Float32:

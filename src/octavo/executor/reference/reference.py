@@ -31,10 +31,12 @@ from octavo.executor.base import (
 )
 from octavo.executor.cost import CostModel
 from octavo.executor.reference import evaluate
+from octavo.kv_cache.exchange_form import state_arrays, state_pages
 from octavo.kv_cache.layout import KvDtype, KvGroup, KvLayout
 from octavo.loader.base import Checkpoint, Weight
 from octavo.loader.dequantize import dequantize
 from octavo.models.program import Input, PagedAttention, Program, Values, attend
+from octavo.models.recurrence import Recurrence, RecurrentState
 from octavo.sampling.native import NativeSampler
 
 
@@ -58,6 +60,7 @@ class ReferenceExecutor(Executor):
         *,
         keep_hidden: bool = False,
         digest: bool = False,
+        state_log_rows: int = 0,
         **sizes: Unpack[ExecutorSizes],
     ) -> None:
         self.layout = layout
@@ -68,6 +71,7 @@ class ReferenceExecutor(Executor):
         self._num_heads = program.config.num_heads
         self._slice = slice_rows(self.max_logits_rows, program.config.vocab_size)
         self._arena = np.zeros((self.num_blocks, layout.block_bytes), np.uint8)
+        self._log = StateLog(state_log_rows)
         self._weights: dict[str, Float32] = {}
         self._programs: list[tuple[Program, bool, CostModel]] = []
         given = checkpoint.weights
@@ -156,9 +160,10 @@ class ReferenceExecutor(Executor):
         values: Values = {}
         if rows is not None:
             values = {op.out: rows[None] for op in ops if isinstance(op, Input)}
-        kv = PagedSequences(self._arena, self.layout, batch)
+        kv = PagedSequences(self._arena, self.layout, batch, self._log)
         config, tokens = compute.config, batch.token_ids[None]
         evaluate.run(ops, config, self._weights, values, tokens, kv)
+        kv.store_states()
         (x,) = head.reads
         hidden: Float32 = values[x][0, batch.logits_rows]
 
@@ -185,12 +190,29 @@ class ReferenceExecutor(Executor):
         self._weights.clear()
 
 
+class StateLog:
+    """The inputs of recurrent layers that a later step may apply again."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._layers: dict[int, Float32] = {}
+
+    def of(self, layer: int, width: int) -> Float32:
+        """Return a layer's inputs [rows, width]."""
+        return self._layers.setdefault(layer, np.zeros((self._rows, width), np.float32))
+
+
 class PagedSequences:
     """Implements `KeyValues` for a step's sequences, by their block tables."""
 
-    def __init__(self, arena: Bytes, layout: KvLayout, batch: Batch) -> None:
+    def __init__(self, arena: Bytes, layout: KvLayout, batch: Batch, log: StateLog) -> None:
         self._layout = layout
         self._batch = batch
+        self._arena = arena
+        self._log = log
+        # The states that are read and those to be stored, by their row of the tables.
+        self._old: dict[int, list[Float32]] = {}
+        self._new: dict[int, list[Float32]] = {}
         self._groups = [_of_group(arena, layout, group) for group in layout.groups]
 
     def positions(self, tokens: int) -> Int32:
@@ -202,8 +224,12 @@ class PagedSequences:
             for which, rows in enumerate((keys, values)):
                 heads = rows[0, begin:end].reshape(end - begin, *arena.shape[-2:])
                 arena[blocks, which, offsets] = _packed(heads, self._layout.dtype)
+            group, at = self._layout.place(layer)
+            of = self._layout.groups[group]
+            if at + 1 == len(of.layers):  # what is left over may hold what another had there
+                self._arena[blocks[offsets == 0], self._layout.group_bytes(of) :] = 0
 
-    def attend(self, queries: Float32, op: PagedAttention) -> Float32:
+    def attend(self, queries: Float32, op: PagedAttention, sinks: Float32 | None = None) -> Float32:
         out = np.empty_like(queries)
         for slot, begin, end in self._spans():
             start = int(self._batch.positions[begin])
@@ -216,8 +242,76 @@ class PagedSequences:
                 )
                 for which in (0, 1)
             )
-            out[:, begin:end] = attend(queries[:, begin:end], keys, values, op, start, first)
+            own = queries[:, begin:end]
+            out[:, begin:end] = attend(own, keys, values, op, start, first, sinks)
         return out
+
+    def recur(self, op: Recurrence, weights: Mapping[str, Float32], rows: Float32) -> Float32:
+        state, (inputs,) = self._batch.state, rows
+        if state is None:
+            raise ValueError("the program has recurrent layers, and the batch no states")
+        log = self._log.of(op.layer, rows.shape[-1])
+        found = []
+        for span, (_, begin, end) in enumerate(self._spans()):
+            pending = state.pending[state.pending_offsets[span] : state.pending_offsets[span + 1]]
+            own = np.concatenate([log[pending], inputs[begin:end]])
+            source = int(state.reads[span])
+            current, at, results = self._read(op, source), 0, []
+            for _, applied, place in state.stores[state.stores[:, 0] == span].tolist():
+                out, current = op.advance(weights, own[at:applied], current)
+                self._write(op, place, source, current)
+                results.append(out)
+                at = applied
+            results.append(op.advance(weights, own[at:], current)[0])
+            found.append(np.concatenate(results)[len(pending) :])
+        logged = state.log >= 0
+        log[state.log[logged]] = inputs[logged]
+        return np.concatenate(found)[np.newaxis]
+
+    def store_states(self) -> None:
+        """Write the states to their pages, now that every layer has read the old ones."""
+        state, layout = self._batch.state, self._layout.state
+        if state is None or layout is None:
+            return
+        for place, arrays in self._new.items():
+            pages = state_pages(layout, arrays, self._arena.shape[1])
+            self._arena[state.tables[place]] = pages
+
+    def _read(self, op: Recurrence, place: int) -> RecurrentState:
+        """Return a layer's part of a state that the step begins with."""
+        if place < 0:
+            return op.initial
+        inputs, *matrix = (self._arrays(place)[index] for index in self._parts_of(op.layer))
+        return RecurrentState(inputs[0], matrix[0] if matrix else None)
+
+    def _write(self, op: Recurrence, place: int, source: int, state: RecurrentState) -> None:
+        """Put a layer's part into the state that is stored in ``place``, which begins as that in
+        ``source``.
+        """
+        arrays = self._new.setdefault(place, [array.copy() for array in self._arrays(source)])
+        values = state.inputs[np.newaxis], state.matrix
+        for index, value in zip(self._parts_of(op.layer), values, strict=False):
+            assert value is not None  # of a layer with matrices
+            arrays[index] = value
+
+    def _arrays(self, place: int) -> list[Float32]:
+        """Return all parts of a state that the step begins with; of -1, zeros."""
+        state, layout = self._batch.state, self._layout.state
+        assert state is not None
+        if layout is None:
+            raise ValueError("the cache has no states")
+        if place < 0:
+            return [
+                np.zeros((part.heads, part.depth, part.width), np.float32) for part in layout.parts
+            ]
+        if place not in self._old:
+            self._old[place] = state_arrays(layout, self._arena[state.tables[place]])
+        return self._old[place]
+
+    def _parts_of(self, layer: int) -> list[int]:
+        """Return the numbers of a layer's parts: of the inputs, then of the matrices."""
+        parts = () if self._layout.state is None else self._layout.state.parts
+        return [index for index, part in enumerate(parts) if part.layer == layer]
 
     def _spans(self) -> Iterable[tuple[int, int, int]]:
         """Yield each sequence's slot and the range of its tokens in the batch."""

@@ -85,14 +85,18 @@ class ConnectorManager:
 
     # Decided by the cache while a step is planned
 
-    def save_overwritten(self, block: int, node: Node, group: int) -> None:
-        """Save the block, which is about to be handed out for something else than it holds."""
+    def save_overwritten(
+        self, block: int, node: Node, group: int, together: int = 1, tokens: int | None = None
+    ) -> None:
+        """Save the block, which is about to be handed out for something else than it holds.
+        ``together``, ``tokens``: as of `TransferCost.worth_keeping`.
+        """
         if block in self._filling:
             return
         key = digest_of(node, self.engine), group
         if self.staging.lookup(key):
             self.staging.touch(key)
-        elif self.cost.worth_keeping():
+        elif self.cost.worth_keeping(together, tokens):
             self._to_save.append((block, key))
 
     def load(self, key: Key, block: int, copies: list[tuple[int, int]]) -> None:
@@ -204,7 +208,7 @@ class ConnectorManager:
         chosen: list[tuple[Key, int]] = []
         while self.filled and len(chosen) < most:
             node, group, block = self.filled.popleft()
-            if node.blocks[group] == block:
+            if node.block(group) == block:
                 key = digest_of(node, self.engine), group
                 if self._missing(key):
                     chosen.append((key, block))

@@ -65,11 +65,17 @@ class Prefetcher:
         return min(most - held, self._staging.num_takeable)
 
     def start(
-        self, blocks: Sequence[tuple[Key, KvConnector]], start: int, num_tokens: int, now: float
+        self,
+        blocks: Sequence[tuple[Key, KvConnector]],
+        start: int,
+        num_tokens: int,
+        now: float,
+        *,
+        whole: bool = False,
     ) -> Prefetch | None:
         """Start to load ``blocks`` in this order, as far as there is capacity, for a request that
         would otherwise compute ``num_tokens`` from position ``start`` on. Return None if computing
-        takes less time.
+        takes less time, or if only all of them are of use (``whole``) and there is no capacity.
         """
         capacity = min(self.capacity, max(1, int(self._staging.num_slots * _SHARE_OF_ONE)))
         chosen: list[tuple[Key, KvConnector]] = []
@@ -81,7 +87,7 @@ class Prefetcher:
                 capacity -= 1
                 queued[connector.name] += 1
             chosen.append((key, connector))
-        if not chosen:
+        if not chosen or (whole and len(chosen) < len(blocks)):
             return None
         num_tokens = num_tokens * len(chosen) // len(blocks)
         waiting = sum(count * self._seconds[name].seconds for name, count in queued.items())

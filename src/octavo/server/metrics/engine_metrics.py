@@ -75,6 +75,12 @@ GAUGES: Readings[EngineStats] = {
         },
         "state",
     ),
+    "state_snapshots": (
+        "Snapshots of recurrent layers' states in the pool: a running sequence's last (rolling), "
+        "or kept.",
+        lambda s: s.state_snapshots,
+        "kind",
+    ),
     # Of steps with a target (--itl-target); without one there are none.
     "itl_target_seconds": (
         "What a step may take in which somebody decodes.",
@@ -110,6 +116,10 @@ COUNTERS: Readings[EngineStats] = {
     "kv_cache_evictions": (
         "Cached blocks overwritten, whose prompts would have to be computed again.",
         lambda s: s.kv_evictions,
+    ),
+    "state_restores": (
+        "Sequences that began with a snapshot of their recurrent layers' state.",
+        lambda s: s.state_restores,
     ),
     "engine_steps": ("Steps the engine has run.", lambda s: s.steps),
     "engine_computed_tokens": (

@@ -34,6 +34,7 @@ from octavo.loader.rounding import rounded
 from octavo.machine.cpu import usable_cpus
 from octavo.machine.limits import Progress
 from octavo.machine.memory import available_memory
+from octavo.models.config import ModelConfig
 from octavo.models.families import program
 from octavo.models.subset import keep_layers
 from octavo.tools.quantize import fidelity
@@ -91,14 +92,17 @@ class EliminationStep(NamedTuple):
 
 
 def eliminate(
-    count: int,
+    sharers: Sequence[Layers],
     agreement: Callable[[Layers], float],
     costs: Costs,
     progress: Progress = lambda _: None,
 ) -> list[EliminationStep]:
-    """From all ``count`` layers on one fewer at a time, as long as more may be gained than was
-    found. ``agreement``: how often a subset guesses the next token.
+    """From all layers on one fewer at a time, as long as more may be gained than was found.
+
+    ``sharers``: of each layer, the layers that read its keys and values, which go when it goes.
+    ``agreement``: how often a subset guesses the next token.
     """
+    count = len(sharers)
     kept = list(range(count))
     steps: list[EliminationStep] = []
     found = 0.0
@@ -109,10 +113,13 @@ def eliminate(
             score, layer, seen = best[0]
             if seen == len(kept):
                 break
-            without = tuple(each for each in kept if each != layer)
-            heapq.heapreplace(best, (-agreement(without), layer, len(kept)))
+            without = tuple(each for each in kept if each not in (layer, *sharers[layer]))
+            if layer in kept and without:
+                heapq.heapreplace(best, (-agreement(without), layer, len(kept)))
+            else:  # it went with the layer that it reads, or all the others would go with it
+                heapq.heappop(best)
         heapq.heappop(best)
-        kept.remove(layer)
+        kept = [each for each in kept if each not in (layer, *sharers[layer])]
         predicted = _predict(-score, costs, len(kept))
         steps.append(EliminationStep(tuple(kept), -score, predicted))
         found = max(found, predicted.speedup)
@@ -353,7 +360,12 @@ def search(
         progress("timing passes")
         half = tuple(range(count // 2))
         costs = _costs(answers, count, [half])
-        steps = eliminate(count, lambda some: answers.accepted(some, 1)[0], costs, progress)
+        steps = eliminate(
+            _sharers(checkpoint.config),
+            lambda some: answers.accepted(some, 1)[0],
+            costs,
+            progress,
+        )
         likeliest = sorted(steps, key=lambda step: -step.predicted.speedup)[:_FINALISTS]
         progress("measuring the best")
         costs = _costs(answers, count, [half, *(step.layers for step in likeliest)])
@@ -381,6 +393,14 @@ def search(
             for step in steps
         ],
     }
+
+
+def _sharers(config: ModelConfig) -> list[Layers]:
+    """Return, of each layer, the layers that read its keys and values."""
+    return [
+        tuple(index for index, layer in enumerate(config.layers) if layer.shares == owner)
+        for owner in range(len(config.layers))
+    ]
 
 
 def _costs(answers: Answers, count: int, subsets: Sequence[Layers]) -> Costs:

@@ -132,7 +132,7 @@ class ModelStep:
 
 
 @dataclass(frozen=True)
-class Mix:
+class StepMix:
     """What the steps are made of when ``running`` sequences run, in the mean."""
 
     load: Load
@@ -278,7 +278,7 @@ def _compound(lengths: Lengths, mean: float, width: float) -> npt.NDArray[np.flo
 class SaturatedEngine:
     """The engine with all places taken, always."""
 
-    mix: Mix
+    mix: StepMix
     limit: Limit  # what the places are limited by
     step_seconds: float
 
@@ -330,7 +330,7 @@ class Batching:
     limits: EngineLimits
     saturation: SaturatedEngine
     static: Static
-    fixed_point: Mix | None  # by Little's law alone; None: there is none, or nothing arrives
+    fixed_point: StepMix | None  # by Little's law alone; None: there is none, or nothing arrives
     step_seconds: float  # mean, when as many run as do in the mean
     spread: Occupancy
     ttft_seconds: float  # mean, with the wait; inf when saturated
@@ -412,7 +412,7 @@ def batching(
         through = _stays(step, saturation)
         fixed = _fixed_point(through, saturation)
         spread = _spread(through, saturation)
-        mix = Mix(load, max(1.0, spread.running), budget)
+        mix = StepMix(load, max(1.0, spread.running), budget)
         times = mix.times(step)
         # Never less than a request alone, also where less than two fit the cache.
         stays = max(spread.running / load.rate, through[0]) if load.rate else through[0]
@@ -435,14 +435,14 @@ def _saturation(step: StepTime, load: Load, limits: EngineLimits) -> SaturatedEn
     places: dict[Limit, float] = {"sequences": limits.max_num_seqs, "cache": limits.cached_seqs}
     limit: Limit = "sequences" if places["sequences"] <= places["cache"] else "cache"
     running = places[limit]
-    mix = Mix(load, running, budget)
+    mix = StepMix(load, running, budget)
     # Every output token but the first, and every prompt token, is one of a step's.
     if mix.begun * (load.decodes + load.prompts.mean) > budget:
         limit = "tokens"
         low, high = 0.0, running
         for _ in range(60):
             running = (low + high) / 2
-            mix = Mix(load, running, budget)
+            mix = StepMix(load, running, budget)
             if mix.begun * (load.decodes + load.prompts.mean) > budget:
                 high = running
             else:
@@ -457,12 +457,12 @@ def _stays(step: StepTime, saturation: SaturatedEngine) -> npt.NDArray[np.float6
     mix = saturation.mix
     places = max(1, floor(saturation.running))
     nodes = np.unique(np.round(np.concatenate([[1, places], np.geomspace(1, places, _NODES)])))
-    at = [Mix(mix.load, float(node), mix.budget) for node in nodes]
+    at = [StepMix(mix.load, float(node), mix.budget) for node in nodes]
     k = np.arange(1, places + 1)
     return np.interp(k, nodes, [each.steps * each.times(step).mean for each in at])
 
 
-def _fixed_point(stays: npt.NDArray[np.float64], saturation: SaturatedEngine) -> Mix | None:
+def _fixed_point(stays: npt.NDArray[np.float64], saturation: SaturatedEngine) -> StepMix | None:
     """running = rate · stay of one of running + 1, by bisection."""
     load, k = saturation.mix.load, np.arange(1, len(stays) + 1)
 
@@ -475,7 +475,7 @@ def _fixed_point(stays: npt.NDArray[np.float64], saturation: SaturatedEngine) ->
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if excess(middle) > 0 else (low, middle)
-    return Mix(load, high, saturation.mix.budget)
+    return StepMix(load, high, saturation.mix.budget)
 
 
 def _spread(stays: npt.NDArray[np.float64], saturation: SaturatedEngine) -> Occupancy:
@@ -506,7 +506,7 @@ def _static(step: StepTime, load: Load, limits: EngineLimits, size: int) -> Stat
     left = size * outputs.beyond[1:]
     budget = limits.max_num_batched_tokens
     whole, rest = divmod(size * load.prompts.mean, budget)
-    seconds = whole * step(0, 0, budget, Mix(load, 0, budget).start)
+    seconds = whole * step(0, 0, budget, StepMix(load, 0, budget).start)
     if rest:  # less than a token: one token, so often
         seconds += min(rest, 1.0) * step(0, 0, max(rest, 1.0), 0)
     steps = len(any_left)

@@ -22,11 +22,20 @@ from typing import NamedTuple
 
 from octavo.engine.cache_plan import all_work_bytes
 from octavo.engine.config import EngineConfig
-from octavo.kv_cache.cache import peak_blocks, peak_of_window
-from octavo.kv_cache.layout import KvDtype, KvKind, KvLayout, layers_by_kind, lengths_by_kind
+from octavo.kv_cache.cache import peak_blocks
+from octavo.kv_cache.layout import (
+    KvDtype,
+    KvKind,
+    KvLayout,
+    layers_by_kind,
+    lengths_by_kind,
+    peak_of_window,
+)
+from octavo.kv_cache.state_layout import StateLayout
 from octavo.loader.base import WeightFormat
 from octavo.loader.rounding import FLOATS, QUANTIZATIONS
 from octavo.models.config import ModelConfig
+from octavo.models.family import LAYER_INPUTS
 from octavo.spec_decode.draft_model import needed_blocks
 from octavo.tools.plan.defaults import engine_defaults
 from octavo.tools.plan.gpu import RUNTIME_BYTES
@@ -42,16 +51,17 @@ _NUMBER_BYTES = {
     KvDtype.INT4: Fraction(1, 2),
     KvDtype.FP8: Fraction(1),
 }
-# Of a token on a head: a scale for its key and one for its value, of two bytes each; int4 has a
-# least value beside each.
-_SCALE_BYTES = {KvDtype.INT8: 4, KvDtype.INT4: 8}
+# Of a key or value on a head: a scale of two bytes, and of int4 a least value beside.
+_SCALE_BYTES = {KvDtype.INT8: 2, KvDtype.INT4: 4}
 
 
 # --- the cache -----------------------------------------------------------------------------------
 
 
 class LayerKind(NamedTuple):
-    """Layers that keep the same tokens of a sequence, with as many heads as wide."""
+    """Layers that keep the same tokens of a sequence, with as many heads as wide. A ``latent`` is
+    one key on one head, which is the value, too.
+    """
 
     layers: int
     window: int | None
@@ -60,6 +70,7 @@ class LayerKind(NamedTuple):
     kv_heads: int
     head_dim: int
     layers_per_group: int  # those whose keys and values share a block
+    latent: bool
 
 
 @dataclass(frozen=True)
@@ -71,13 +82,18 @@ class KvCacheSize:
     users: int
     dtype: KvDtype
     block_size: int
+    longest: int  # the model's context, by which layers are divided into groups
+    state: StateLayout | None = None  # of recurrent layers, for each sequence
 
     @staticmethod
     def of(
         model: ModelConfig, context: int, users: int, dtype: KvDtype, block_size: int = 16
     ) -> KvCacheSize:
+        state = KvLayout.of(model, block_size, dtype).state
         counts = {kind: len(layers) for kind, layers in layers_by_kind(model).items()}
-        return KvCacheSize.made_of(counts, context, users, dtype, block_size)
+        longest = model.context_length
+        made = KvCacheSize.made_of(counts, context, users, dtype, block_size, longest)
+        return replace(made, state=state)
 
     @staticmethod
     def made_of(
@@ -86,17 +102,24 @@ class KvCacheSize:
         users: int,
         dtype: KvDtype,
         block_size: int = 16,
+        longest: int | None = None,
     ) -> KvCacheSize:
-        """``layers``: how many there are of each kind."""
+        """``layers``: how many there are of each kind; ``longest``: the model's context, if it is
+        not ``context``.
+        """
+        longest = context if longest is None else longest
         for name, value in (
             *(("layers", count) for count in layers.values()),
             *(("window", kind.window) for kind in layers if kind.window is not None),
             *(("kv_heads", kind.kv_heads) for kind in layers),
             *(("head_dim", kind.head_dim) for kind in layers),
             *(("context", context), ("users", users), ("block_size", block_size)),
+            ("longest", longest),
         ):
             if value < 1:
                 raise ValueError(f"{name} is {value}, below 1")
+        if len({kind.latent for kind in layers}) > 1:
+            raise ValueError("some layers keep latents and others keys and values")
         kinds = tuple(
             LayerKind(
                 layers[kind],
@@ -106,26 +129,40 @@ class KvCacheSize:
                 kind.kv_heads,
                 kind.head_dim,
                 length,
+                kind.latent,
             )
-            for kind, length in lengths_by_kind(layers, dtype).items()
+            for kind, length in lengths_by_kind(layers, dtype, longest, block_size).items()
         )
-        return KvCacheSize(kinds, context, users, dtype, block_size)
+        return KvCacheSize(kinds, context, users, dtype, block_size, longest)
 
     def with_kv_heads(self, count: int) -> KvCacheSize:
         """Return the same with so many KV heads in every layer."""
         layers = Counter[KvKind]()
         for kind in self.kinds:
             layers[KvKind(kind.window, count, kind.head_dim)] += kind.layers
-        return KvCacheSize.made_of(layers, self.context, self.users, self.dtype, self.block_size)
+        made = KvCacheSize.made_of(
+            layers, self.context, self.users, self.dtype, self.block_size, self.longest
+        )
+        return replace(made, state=self.state)
 
     @property
     def alike(self) -> bool:
         """Whether all layers have as many KV heads, as wide."""
         return len({(kind.kv_heads, kind.head_dim) for kind in self.kinds}) == 1
 
+    @property
+    def latent(self) -> bool:
+        """Whether the layers keep latents; all do, or none."""
+        return self.kinds[0].latent
+
+    @property
+    def _each(self) -> int:
+        """What a token has on a head: key and value, or a latent."""
+        return 1 if self.latent else 2
+
     def token_bytes(self, kind: LayerKind) -> int:
         """Return the bytes of a token in one layer."""
-        return kind.kv_heads * self.dtype.token_bytes(kind.head_dim)
+        return kind.kv_heads * self.dtype.token_bytes(kind.head_dim, kind.latent)
 
     @property
     def token_layers(self) -> int:
@@ -140,7 +177,8 @@ class KvCacheSize:
     @property
     def numbers(self) -> int:
         """Bytes of keys and values themselves."""
-        return int(2 * self._vector_numbers * self.users * _NUMBER_BYTES[self.dtype])
+        numbers = self._each * self._vector_numbers * self.users
+        return int(numbers * _NUMBER_BYTES[self.dtype])
 
     @property
     def _vectors(self) -> int:
@@ -154,27 +192,36 @@ class KvCacheSize:
 
     @property
     def scales(self) -> int:
-        each = _SCALE_BYTES.get(self.dtype, 0)
-        return self._vectors * self.users * each
+        return self._each * self._vectors * self.users * _SCALE_BYTES.get(self.dtype, 0)
 
     @property
     def padding(self) -> int:
         """Bytes that keys in whole words and odd heads leave unused; usually none."""
-        return self.bytes - self.numbers - self.scales
+        return self.bytes - self.numbers - self.scales - self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of recurrent layers, without padding."""
+        return 0 if self.state is None else self.state.payload_bytes * self.users
+
+    @property
+    def state_paged_bytes(self) -> int:
+        """The same in whole blocks."""
+        return 0 if self.state is None else self.state.pages * self._block_bytes * self.users
 
     @property
     def bytes(self) -> int:
-        return sum(map(self.kind_bytes, self.kinds))
+        return sum(map(self.kind_bytes, self.kinds)) + self.state_bytes
 
     @property
     def without_windows(self) -> int:
         """What it would take if every layer kept the whole context."""
-        return self.bytes_per_token * self.context * self.users
+        return self.bytes_per_token * self.context * self.users + self.state_bytes
 
     @property
     def paged_bytes(self) -> int:
         """In whole blocks, as the engine holds it."""
-        return sum(map(self.kind_paged_bytes, self.kinds))
+        return sum(map(self.kind_paged_bytes, self.kinds)) + self.state_paged_bytes
 
     @property
     def block_padding(self) -> int:
@@ -185,7 +232,7 @@ class KvCacheSize:
             kind.layers * kind.blocks * self.block_size * self.token_bytes(kind)
             for kind in self.kinds
         )
-        return self.paged_bytes - sum(slots) * self.users
+        return self.paged_bytes - self.state_paged_bytes - sum(slots) * self.users
 
     @property
     def bytes_per_token(self) -> int:
@@ -199,7 +246,10 @@ class KvCacheSize:
         layers, tokens = {"layers": first.layers}, {"context": first.kept}
         if others:
             layers, tokens = {"layers_times_tokens": self.token_layers}, {}
+        both = {"keys_and_values": 2}
         heads = {"kv_heads": first.kv_heads, "head_dim": first.head_dim}
+        if self.latent:
+            both, heads = {}, {"latent": first.head_dim}
         if not self.alike:
             layers, heads = (
                 {"layers_times_tokens_times_heads_times_width": self._vector_numbers},
@@ -207,7 +257,7 @@ class KvCacheSize:
             )
         size = self.number_bytes
         return {
-            "keys_and_values": 2,
+            **both,
             **layers,
             **heads,
             **tokens,
@@ -222,6 +272,8 @@ class KvCacheSize:
             return self._unlike_steps()
         kv_heads = _count(self.kinds[0].kv_heads, "KV head")
         heads = f"{kv_heads} × {self.kinds[0].head_dim:,} wide"
+        if self.latent:
+            heads, kv_heads = f"{self.kinds[0].head_dim:,} (latent and rotary key)", "1 latent"
         lines = []
         if len(self.kinds) > 1:
             for kind in self.kinds:
@@ -257,20 +309,25 @@ class KvCacheSize:
     def _last_steps(self, numbers: str, vectors: str) -> list[str]:
         """The lines from keys' numbers, and how many keys there are, to bytes."""
         people = _count(self.users, "user")
+        both = "" if self.latent else "2 (keys and values) × "
         lines = [
-            f"2 (keys and values) × {numbers}{people} × "
+            f"{both}{numbers}{people} × "
             f"{self.number_bytes:g} {'byte' if self.number_bytes == 1 else 'bytes'} "
             f"({self.dtype}) = {self.numbers:,} bytes"
         ]
         if self.scales:
-            what = "2 scales" if self.dtype is KvDtype.INT8 else "2 scales and 2 least values"
+            what = _count(self._each, "scale")
+            if self.dtype is KvDtype.INT4:
+                what += f" and {_count(self._each, 'least value')}"
             lines.append(
                 f"scales: {vectors}{people} × "
-                f"{_SCALE_BYTES[self.dtype]} bytes ({what}) = {self.scales:,} bytes"
+                f"{self._each * _SCALE_BYTES[self.dtype]} bytes ({what}) = {self.scales:,} bytes"
             )
         if self.padding:
             lines.append(f"keys in whole words: {self.padding:,} bytes")
-        if self.scales or self.padding:
+        if self.state_bytes:
+            lines.append(f"states of recurrent layers: {self.state_bytes:,} bytes")
+        if self.scales or self.padding or self.state_bytes:
             lines.append(f"together: {self.bytes:,} bytes")
         return lines
 
@@ -278,9 +335,14 @@ class KvCacheSize:
         return kind.layers * kind.kept * self.token_bytes(kind) * self.users
 
     def kind_paged_bytes(self, kind: LayerKind) -> int:
+        blocks = kind.layers // kind.layers_per_group * kind.blocks
+        return blocks * self._block_bytes * self.users
+
+    @property
+    def _block_bytes(self) -> int:
         largest = max(each.layers_per_group * self.token_bytes(each) for each in self.kinds)
-        slots = kind.layers // kind.layers_per_group * kind.blocks * self.block_size
-        return slots * largest * self.users
+        size = largest * self.block_size
+        return size if self.state is None else self.state.page_bytes(size)
 
 
 def kv_cache_bytes(
@@ -345,24 +407,27 @@ class Sharing(NamedTuple):
     """
 
     name: str
-    kv_heads: int
+    kv_heads: int | None  # None: layers differ
     bytes: int  # of the cache
     own: bool  # the model's own
 
 
 def sharings(model: ModelConfig, cache: KvCacheSize) -> list[Sharing]:
-    """The same cache with as many KV heads as heads, as it is, and with one."""
+    """The same cache with as many KV heads as heads, as it is, and with one. Latents have no heads
+    (MLA; DeepSeek-AI, 2024).
+    """
+    if cache.latent:
+        return [Sharing("MLA", 1, cache.bytes, True)]
     names = {model.num_heads: "MHA", 1: "MQA"}
-    return [
-        Sharing(
-            names.get(count, "GQA"),
-            count,
-            (cache if own else cache.with_kv_heads(count)).bytes,
-            own,
-        )
-        for count in sorted({model.num_heads, model.num_kv_heads, 1}, reverse=True)
-        for own in (count == model.num_kv_heads,)
+    counts = {kind.kv_heads for kind in cache.kinds}
+    own = counts if len(counts) == 1 else set()
+    found = [
+        Sharing(names.get(count, "GQA"), count, cache.with_kv_heads(count).bytes, count in own)
+        for count in sorted({model.num_heads, 1} | own, reverse=True)
     ]
+    if not own:
+        found.insert(1, Sharing("GQA", None, cache.bytes, own=True))
+    return found
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -395,10 +460,12 @@ def weight_parts(subject: Subject, stored: StoredWeights) -> list[WeightPart]:
 def _purpose(role: str) -> str:
     if (name := part(role)) != "layers":
         return {"norms": "norms and biases"}.get(name, name)
-    own = role.split(".")[2]  # layers.N.own
+    own = role.split(".")[2] if role.startswith("layers.") else role  # layers.N.own
+    if own in LAYER_INPUTS:
+        return "layer inputs"
     if own.startswith("attn"):
         return "attention"
-    if own == "ffn_gate_inp":
+    if own.startswith("ffn_gate_inp") or own == "exp_probs_b":
         return "router"
     return "experts" if own.endswith("_exps") else "feed-forward"
 
@@ -492,11 +559,12 @@ class ServingLoad:
         return all_work_bytes(self.config, self.subject.program, draft)
 
     def weight_bytes(self, place: DeviceMemory) -> int | None:
-        """The draft model's too; None: the engine cannot hold such a format, or such a cache
-        (here).
+        """The draft model's too; None: the engine cannot hold such a format or such a cache, or
+        does not compute such a model (here).
         """
         total = 0
-        if not place.gpu and (self.dtype not in KvDtype.served() or for_gpus(self.stored)):
+        unserved = self.dtype not in KvDtype.served() or for_gpus(self.stored)
+        if not place.gpu and (unserved or not self.subject.served):
             return None
         for subject, stored in ((self.subject, self.stored), *([self.draft] if self.draft else [])):
             sizes = held(subject, stored, self.config.isa) if place.here else stored.sizes

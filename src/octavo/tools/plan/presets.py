@@ -193,6 +193,107 @@ def _olmo2(hidden: int, ffn: int, layers: int, heads: tuple[int, int]) -> Config
     return _shape("olmo2", hidden, ffn, layers, heads, 100352, 4096, 1e-6, False, 5e5)
 
 
+def _qwen35(
+    hidden: int,
+    ffn: int,
+    layers: int,
+    heads: tuple[int, int],
+    value_heads: int,
+    *,
+    tied: bool = False,
+    model_type: str = "qwen3_5_text",
+    vocab: int = 248320,
+    **more: Any,
+) -> Config:
+    """``value_heads``: of the delta nets, which three layers of four are."""
+    return _shape(
+        *(model_type, hidden, ffn, layers, heads, vocab, 262144, 1e-6, tied, 1e7),
+        head_dim=256,
+        partial_rotary_factor=0.25,
+        full_attention_interval=4,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=value_heads,
+        **more,
+    )
+
+
+def _lfm2(hidden: int, ffn: int, heads: int) -> Config:
+    """``ffn``: of which a third is left out, rounded up (`block_auto_adjust_ff_dim`)."""
+    return {
+        "model_type": "lfm2",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "block_auto_adjust_ff_dim": True,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "num_hidden_layers": 16,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "vocab_size": 65536,
+        "max_position_embeddings": 128000,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+    }
+
+
+def _latent(
+    model_type: str,
+    hidden: int,
+    ffn: int,
+    layers: int,
+    heads: int,
+    vocab: int,
+    context: int,
+    *,
+    experts: tuple[int, int, int],
+    dense: int,
+    ranks: tuple[int, int | None],
+    widths: tuple[int, int, int],
+    eps: float = 1e-6,
+    shared: int = 1,
+) -> Config:
+    """``experts``: how many, chosen, and their width; ``dense``: layers without; ``ranks``: of keys
+    and values, and of queries; ``widths``: of a head's key without and with positions, and value.
+    """
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
+        "rms_norm_eps": eps,
+        "tie_word_embeddings": False,
+        "n_routed_experts": experts[0],
+        "num_experts_per_tok": experts[1],
+        "moe_intermediate_size": experts[2],
+        "n_shared_experts": shared,
+        "first_k_dense_replace": dense,
+        "kv_lora_rank": ranks[0],
+        "q_lora_rank": ranks[1],
+        "qk_nope_head_dim": widths[0],
+        "qk_rope_head_dim": widths[1],
+        "v_head_dim": widths[2],
+    }
+
+
+_PHI4_MINI_FACTORS = (
+    *(1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817),
+    *(2.187582649, 2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023),
+    *(4.785517845, 5.351743533, 5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372),
+    *(10.4687158, 11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283, 20.47818807),
+    *(22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66),
+    *(32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
+)
+
 PRESETS: dict[str, Config] = {
     "llama-2-7b": _llama2(4096, 11008, 32, (32, 32)),
     "llama-2-13b": _llama2(5120, 13824, 40, (40, 40)),
@@ -212,6 +313,7 @@ PRESETS: dict[str, Config] = {
     "mistral-7b-v0.3": _mistral(4096, 14336, 32, 32768, 32768, 1e6),
     "mistral-nemo-12b": _mistral(5120, 14336, 40, 131072, 131072, 1e6),
     "mistral-small-24b": _mistral(5120, 32768, 40, 131072, 32768, 1e8),
+    "mistral-small-3.2-24b": _mistral(5120, 32768, 40, 131072, 131072, 1e9),
     "mixtral-8x7b": _mixtral(4096, 14336, 32, (32, 8), 32000, 32768),
     "mixtral-8x22b": _mixtral(6144, 16384, 56, (48, 8), 32768, 65536),
     "qwen2.5-0.5b": _qwen25(896, 4864, 24, (14, 2)),
@@ -229,6 +331,27 @@ PRESETS: dict[str, Config] = {
     "qwen3-32b": _qwen3(5120, 25600, 64, (64, 8)),
     "qwen3-30b-a3b": _qwen3_moe(2048, 6144, 48, (32, 4), experts=768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 12288, 94, (64, 4), experts=1536),
+    "qwen3.5-0.8b": _qwen35(1024, 3584, 24, (8, 2), 16, tied=True),
+    "qwen3.5-4b": _qwen35(2560, 9216, 32, (16, 4), 32, tied=True),
+    "qwen3.5-9b": _qwen35(4096, 12288, 32, (16, 4), 32),
+    "qwen3.5-27b": _qwen35(5120, 17408, 64, (24, 4), 48),
+    "qwen3.5-35b-a3b": _qwen35(
+        *(2048, 512, 40, (16, 2), 32),
+        model_type="qwen3_5_moe_text",
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    ),
+    "qwen3-next-80b-a3b": _qwen35(
+        *(2048, 5120, 48, (16, 2), 32),
+        model_type="qwen3_next",
+        vocab=151936,
+        num_experts=512,
+        num_experts_per_tok=10,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    ),
     "gemma-2-2b": _gemma2(2304, 9216, 26, (8, 4), 256, 256),
     "gemma-2-9b": _gemma2(3584, 14336, 42, (16, 8), 256, 256),
     "gemma-2-27b": _gemma2(4608, 36864, 46, (32, 16), 128, 144),
@@ -237,11 +360,62 @@ PRESETS: dict[str, Config] = {
     "phi-3-mini": _phi3(3072, 8192, 32, (32, 32)),
     "phi-3-medium": _phi3(5120, 17920, 40, (40, 10)),
     "phi-4": _phi3(5120, 17920, 40, (40, 10), 100352, 16384, 250000.0, window=None),
+    "phi-4-mini": _phi3(3072, 8192, 32, (24, 8), 200064, 131072, window=None)
+    | {
+        "tie_word_embeddings": True,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * len(_PHI4_MINI_FACTORS),
+            "long_factor": [*_PHI4_MINI_FACTORS],
+        },
+    },
     "granite-3.3-2b": _granite(2048, 8192, 0.015625, 8.0),
     "granite-3.3-8b": _granite(4096, 12800, 0.0078125, 16.0),
     "olmo-2-7b": _olmo2(4096, 11008, 32, (32, 32)),
     "olmo-2-13b": _olmo2(5120, 13824, 40, (40, 40)),
     "olmo-2-32b": _olmo2(5120, 27648, 64, (40, 8)),
+    "lfm2-350m": _lfm2(1024, 6656, 16),
+    "lfm2-700m": _lfm2(1536, 10240, 24),
+    "lfm2-1.2b": _lfm2(2048, 12288, 32),
+    "deepseek-v2-lite": _latent(
+        *("deepseek_v2", 2048, 10944, 27, 16, 102400, 163840),
+        experts=(64, 6, 1408),
+        dense=1,
+        ranks=(512, None),
+        widths=(128, 64, 128),
+        shared=2,
+    ),
+    "deepseek-v3": _latent(
+        *("deepseek_v3", 7168, 18432, 61, 128, 129280, 163840),
+        experts=(256, 8, 2048),
+        dense=3,
+        ranks=(512, 1536),
+        widths=(128, 64, 128),
+    ),
+    "kimi-k2": _latent(
+        *("kimi_k2", 7168, 18432, 61, 64, 163840, 131072),
+        experts=(384, 8, 2048),
+        dense=1,
+        ranks=(512, 1536),
+        widths=(128, 64, 128),
+    ),
+    "mistral-small-4": _latent(
+        *("mistral4", 4096, 12288, 36, 32, 131072, 1048576),
+        experts=(128, 4, 2048),
+        dense=0,
+        ranks=(256, 1024),
+        widths=(64, 64, 128),
+    ),
+    "glm-4.7-flash": _latent(
+        *("glm4_moe_lite", 2048, 10240, 47, 20, 154880, 202752),
+        experts=(64, 4, 1536),
+        dense=1,
+        ranks=(512, 768),
+        widths=(192, 64, 256),
+        eps=1e-5,
+    ),
 }
 
 
@@ -251,6 +425,9 @@ class Preset(HfFolder):
     def __init__(self, name: str) -> None:
         super().__init__(Path(name))
         self._config = PRESETS[name]
+
+    def has(self, name: str) -> bool:
+        return name == CONFIG
 
     def json(self, name: str, most: int = 0) -> dict[str, Any]:
         return self._config if name == CONFIG else {}

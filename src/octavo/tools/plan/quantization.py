@@ -147,7 +147,8 @@ def for_gpus(stored: StoredWeights) -> bool:
 
 
 def held(subject: Subject, stored: StoredWeights, isa: str | None = None) -> dict[str, int] | None:
-    """Bytes of the engine's own packed copies, by role; None when it cannot hold such a format.
+    """Bytes of the engine's own packed copies, by role; None when it cannot hold such a format or
+    does not compute such a model.
     Raises `SettingsError` for an ``OCTAVO_ISA`` that is not here.
     """
     from octavo.executor.native.packing import held_bytes, scaled_bytes, tier_name
@@ -156,6 +157,8 @@ def held(subject: Subject, stored: StoredWeights, isa: str | None = None) -> dic
         tier = tier_name(isa)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+    if not subject.served:
+        return None
     nothing, scaled = np.empty(0, np.uint8), scaled_bytes(subject.program)
     sizes = {}
     try:
@@ -208,6 +211,7 @@ def arithmetic(
         WeightFormat.BF16: Arithmetic.BF16,
         PlannedFormat.FP8: quantized or (Arithmetic.FP8 if device.has_fp8 else Arithmetic.BF16),
     }
+    units[WeightFormat.E4M3] = units[PlannedFormat.FP8] if device.gpu else Arithmetic.FP32
     return {role: units.get(format, quantized or usual) for role, format in stored.formats.items()}
 
 

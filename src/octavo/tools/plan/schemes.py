@@ -106,6 +106,11 @@ def _gguf(format: WeightFormat, bits: int, *shared: Term) -> StorageScheme:
     return StorageScheme(format.name, format, (Term(bits, ""), *shared))
 
 
+def _grid(format: WeightFormat, *terms: Term) -> StorageScheme:
+    """Numbers that have no bits of their own."""
+    return StorageScheme(format.name, format, (*terms, Term(16, "d", 256)))
+
+
 # Scales and mins of small groups, and the 16-bit numbers that they multiply.
 GGUF = {
     scheme.format: scheme
@@ -135,6 +140,15 @@ GGUF = {
             WeightFormat.Q2_K, 2, Term(4, "scale", 16), Term(4, "min", 16),
             Term(32, "d and dmin", 256),
         ),
+        _grid(WeightFormat.IQ3_S, Term(9, "point", 4), Term(8, "signs", 8), Term(4, "scale", 32)),
+        _grid(WeightFormat.IQ3_XXS, Term(8, "point", 4), Term(7, "signs", 8), Term(4, "scale", 32)),
+        _grid(WeightFormat.IQ2_S, Term(10, "point", 8), Term(8, "signs", 8), Term(4, "scale", 16)),
+        _grid(WeightFormat.IQ2_XS, Term(9, "point", 8), Term(7, "signs", 8), Term(4, "scale", 16)),
+        _grid(WeightFormat.IQ2_XXS, Term(8, "point", 8), Term(7, "signs", 8), Term(4, "scale", 32)),
+        _grid(WeightFormat.IQ1_M, Term(11, "point", 8), Term(1, "sign", 8), Term(3, "scale", 16)),
+        _grid(WeightFormat.IQ1_S, Term(11, "point", 8), Term(1, "sign", 32), Term(3, "scale", 32)),
+        _gguf(WeightFormat.TQ2_0, 2, Term(16, "d", 256)),
+        _grid(WeightFormat.TQ1_0, Term(416, "digits", 256)),
     )
 }  # fmt: skip
 

@@ -17,7 +17,6 @@ from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader.base import WeightFormat
 from octavo.machine.memory import as_size
-from octavo.models.families import program
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.request import LatencyTarget
 from octavo.scheduler.scheduler import Scheduler
@@ -162,10 +161,14 @@ def weights_on(
             stored = as_rounded(subject, quantization)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+    if not subject.served and not device.gpu:
+        raise SettingsError(
+            f"{subject.name} is for plans of GPUs: no kernel here computes latent attention"
+        )
     if for_gpus(stored) and not device.gpu:
         raise SettingsError(
-            "fp8 weights are for plans of GPUs: CPUs have no fp8 units, and no kernel here takes "
-            "them; w8a8 and q8_0 take about as many bytes"
+            "--format fp8 is for plans of GPUs: CPUs have no fp8 units; w8a8 and q8_0 take about "
+            "as many bytes"
         )
     if not device.measured:
         return stored
@@ -191,12 +194,13 @@ def simulated_engine(setup: Setup) -> Engine:
         )
     limits = config.limits(
         plan.max_model_len,
+        layout,
         enable_prefix_caching=config.enable_prefix_caching and setup.memory == "paged",
         batching=setup.batching,
         memory=setup.memory,
         chunked_prefill=setup.chunked_prefill,
     )
-    compute = program(setup.subject.program.config, plan.max_model_len)
+    compute = setup.subject.program_for(plan.max_model_len)
     executor = SimulatedExecutor(
         compute,
         layout,

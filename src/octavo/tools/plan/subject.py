@@ -14,8 +14,9 @@ from octavo.loader.hf_config import model_config
 from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.loader.names import preset
 from octavo.loader.pull import KNOWN, cached, hub_config, known, resolve
-from octavo.models.families import program
+from octavo.models.families import FAMILIES, program
 from octavo.models.program import Program
+from octavo.tools.plan.latent import latent_config, latent_program
 from octavo.tools.plan.presets import PRESETS, Preset
 
 
@@ -41,8 +42,11 @@ class Subject:
     @classmethod
     def of_folder(cls, folder: HfFolder) -> Subject:
         """From what the folder's config.json says."""
-        config = model_config(folder)
-        return cls(config.name, program(config), quantized=_quantized(folder))
+        if (file := latent_config(folder)) is not None:
+            compute = latent_program(folder, file)
+        else:
+            compute = program(model_config(folder))
+        return cls(compute.config.name, compute, quantized=_quantized(folder))
 
     @classmethod
     def find(cls, model: str) -> Subject:
@@ -83,6 +87,15 @@ class Subject:
     def parameters(self) -> int:
         return sum(map(prod, self.program.weights.values()))
 
+    @property
+    def served(self) -> bool:
+        """Whether the engine computes it, and does not only plan for it."""
+        return self.program.config.family in FAMILIES
+
+    def program_for(self, length: int) -> Program:
+        """Return the Program for sequences of up to ``length`` tokens."""
+        return program(self.program.config, length) if self.served else self.program
+
     def matrices(self) -> dict[str, tuple[int, ...]]:
         """The layers' matrices, which quantizers work on, without embedding and head."""
         return {
@@ -106,6 +119,7 @@ def _quantized(folder: HfFolder) -> str | None:
 
 def part(role: str) -> str:
     """The line of a sum that a weight belongs to; a tied head is the embedding."""
-    if role.endswith(("norm", ".bias")):
+    name = role.split(".")[2] if role.startswith("layers.") else role
+    if role.endswith(".bias") or "norm" in name or name == "layer_output_scale":
         return "norms"
     return {"token_embd": "embedding", "output": "head"}.get(role, "layers")

@@ -31,12 +31,21 @@ import numpy.typing as npt
 
 from octavo.executor.base import Batch, Executor
 from octavo.executor.reference import evaluate
+from octavo.executor.reference.evaluate import WholeSequences
 from octavo.loader.base import Checkpoint, CheckpointError, Tokenizer, Weight
 from octavo.loader.dequantize import dequantize
 from octavo.models.families import program
-from octavo.models.program import Embed, ExpertLinear, Logits, Op, soft_cap
+from octavo.models.program import (
+    Embed,
+    ExpertLinear,
+    Logits,
+    Op,
+    PagedAttention,
+    Values,
+    soft_cap,
+)
 from octavo.tools.quantize.distance import Distances, distances
-from octavo.tools.quantize.layers import live, roles, split
+from octavo.tools.quantize.layers import live, split
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -286,35 +295,38 @@ class Exact:
         stages: list[Sequence[Op]] = [first, *(layer.ops for layer in layers)]
         stages.append(self.program.ops[sum(map(len, stages)) : -1])
         groups = _padded(sequences)
-        states: list[dict[str, Float32]] = [{} for _ in groups]
+        states: list[tuple[Values, WholeSequences]] = [({}, WholeSequences()) for _ in groups]
         last = frozenset({self._last.x})
         for number, ops in enumerate(stages):
             self._progress(f"the reference: stage {number + 1} of {len(stages)}")
-            kept = live([op for stage in stages[number + 1 :] for op in stage], last)
+            later = [op for stage in stages[number + 1 :] for op in stage]
+            kept = live(later, last)
+            read = {op.layer for op in later if isinstance(op, PagedAttention)}
             weights, ids = self._weights(ops, groups)
-            for group, values in zip(ids, states, strict=True):
-                evaluate.run(ops, self.program.config, weights, values, group)
+            for group, (values, kv) in zip(ids, states, strict=True):
+                evaluate.run(ops, self.program.config, weights, values, group, kv)
                 for name in values.keys() - kept:
                     del values[name]
-        joined = [row for values in states for row in values[self._last.x]]
+                kv.keep(read)
+        joined = [row for values, _ in states for row in values[self._last.x]]
         return [row[: len(ids)] for row, ids in zip(joined, sequences, strict=True)]
 
     def _weights(self, ops: Sequence[Op], groups: list[Int32]) -> tuple[_Weights, list[Int32]]:
         """The numbers of the weights that ``ops`` name; of an embedding only the rows of these
-        tokens, whose ids become places among those.
+        tokens, as whose ids their places among those are returned.
         """
         stored = self.checkpoint.weights
         found = _Weights(stored)
+        used = np.unique(np.concatenate([group.reshape(-1) for group in groups]))
+        places = [np.searchsorted(used, group).astype(np.int32) for group in groups]
         for op in ops:
             if isinstance(op, Embed):
-                used = np.unique(np.concatenate([group.reshape(-1) for group in groups]))
                 table = [dequantize(stored[op.weight], row, row + 1) for row in used.tolist()]
                 found[op.weight] = np.concatenate(table)
-                groups = [np.searchsorted(used, group).astype(np.int32) for group in groups]
             elif not isinstance(op, ExpertLinear):
-                for role in roles(op):
+                for role in self.program.roles(op):
                     found[role] = _numbers(stored[role])
-        return found, groups
+        return found, places
 
 
 class _Weights(dict[str, Float32]):

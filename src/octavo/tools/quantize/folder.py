@@ -16,10 +16,11 @@ import numpy.typing as npt
 
 from octavo.loader.base import Checkpoint, Weight
 from octavo.loader.dequantize import dequantize
+from octavo.loader.hf_config import text_config
 from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.models.families import FAMILIES
 from octavo.tools.quantize import hf_tokenizer_writer
-from octavo.tools.quantize.grid import Float32, bf16, bf16_bits
+from octavo.tools.quantize.grid import Float32, Quantized, bf16, bf16_bits
 from octavo.tools.quantize.hf_model import HfModule, hf_config, places
 from octavo.tools.quantize.layouts import HfTensor, OutputLayout, packed_tensors
 from octavo.tools.quantize.nearest import nearest_stored, stacked
@@ -47,7 +48,7 @@ class FolderTarget:
         if self.from_folder:
             # A head that differs from the embedding is not tied, whatever the file says.
             tied = {"tie_word_embeddings": self.config.tied_embeddings}
-            self.values = HfFolder(checkpoint.path).json(CONFIG) | tied
+            self.values = text_config(HfFolder(checkpoint.path)) | tied
         else:
             self.values = hf_config(self.config) | {"torch_dtype": "bfloat16"}
         self.places = list(places(self.config, list(checkpoint.weights)))
@@ -65,6 +66,11 @@ class FolderTarget:
 
     def stored(self, role: str, values: Float32) -> Float32:
         """A vector, or a router, as readers of the folder will have it."""
+        if form := self.family.form(role):
+            return form.read(self._rounded(role, form.write(values)))
+        return self._rounded(role, values)
+
+    def _rounded(self, role: str, values: Float32) -> Float32:
         shift = np.float32(self.family.shift(role))
         match stored_as(self.checkpoint, self.checkpoint.weights[role]):
             case "BF16":
@@ -108,20 +114,26 @@ class FolderTarget:
             else:
                 tensors = {place.ending: self._tensor(place, result)}
             for part, tensor in tensors.items():
-                writer.add(f"{place.name}.{part}", tensor)
+                writer.add(f"{place.name}.{part}".removesuffix("."), tensor)
 
     def _module(self, place: HfModule, result: LayerResult) -> dict[str, HfTensor]:
         parts = []
         for role in place.roles:
-            matrix, order = result.matrices[role], row_order(self.config, role, interleaved=False)
+            matrix, order = result.matrices[role], self._order(role)
+            assert isinstance(matrix, Quantized)
             parts.append(matrix if order is None or self.from_folder else matrix.rows(order))
-        return self.layout.tensors(stacked(parts))
+        whole = stacked(parts)
+        return self.layout.tensors(whole if place.order is None else whole.rows(place.order))
+
+    def _order(self, role: str) -> npt.NDArray[np.intp] | None:
+        return row_order(self.config, role, interleaved=self.family.hf_interleaved)
 
     def _tensor(self, place: HfModule, result: LayerResult) -> HfTensor:
         parts = [self._plain(role, result) for role in place.roles]
         if len(parts) == 1:
             return parts[0]
-        return HfTensor(parts[0].dtype, np.concatenate([part.data for part in parts]))
+        data = np.concatenate([part.data for part in parts])
+        return HfTensor(parts[0].dtype, data if place.order is None else data[place.order])
 
     def _plain(self, role: str, result: LayerResult) -> HfTensor:
         weight = self.checkpoint.weights[role]
@@ -129,11 +141,13 @@ class FolderTarget:
         if role not in result.vectors and weight.format.name == format and len(weight.shape) == 2:
             return HfTensor(format, weight.data.view(_DTYPES[format]).reshape(weight.shape))
         values = result.vectors[role] if role in result.vectors else dequantize(weight)
-        order = row_order(self.config, role, interleaved=False)
+        order = self._order(role)
         if order is not None and not self.from_folder:
             values = values[order]
         if shift := self.family.shift(role):
             values = values - np.float32(shift)
+        if form := self.family.form(role):
+            values = form.write(values)
         assert format in floats
         if format == "BF16":
             return HfTensor(format, bf16_bits(values))

@@ -10,8 +10,9 @@ import numpy as np
 from octavo.loader.base import Checkpoint, Weight
 from octavo.loader.dequantize import dequantize
 from octavo.tools.quantize.folder import stored_as
-from octavo.tools.quantize.grid import Float32, Scheme, bf16, round_to_nearest
+from octavo.tools.quantize.grid import Float32, bf16, round_to_nearest
 from octavo.tools.quantize.hf_model import places
+from octavo.tools.quantize.k_quants import k_quantize
 from octavo.tools.quantize.layouts import Format, module_bytes
 from octavo.tools.quantize.quantizer import Recipe
 from octavo.tools.quantize.scope import FLOATS, worth
@@ -89,14 +90,17 @@ def _squares(
     scheme = recipe.of(role, weight.shape)
     error = np.zeros((), np.float32)
     if scheme is not None:
-        error = _rounded(scheme, values) - values
+        error = _rounded(recipe, role, values) - values
     elif format is not Format.GGUF and stored_as(checkpoint, weight) == "BF16":
         error = bf16(values) - values
     return float(np.square(values).mean()), float(np.square(error).mean())
 
 
-def _rounded(scheme: Scheme, values: Float32) -> Float32:
-    inputs = values.shape[1]
+def _rounded(recipe: Recipe, role: str, values: Float32) -> Float32:
+    scheme, inputs = recipe.of(role, values.shape), values.shape[1]
+    assert scheme is not None
+    if recipe.mix is not None:
+        return k_quantize(scheme.kind.format, values).values()
     everywhere = np.ones((scheme.groups(inputs), scheme.size(inputs)), np.float32)
     return round_to_nearest(scheme, values, everywhere).values()
 

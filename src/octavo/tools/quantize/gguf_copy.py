@@ -14,6 +14,7 @@ from octavo.loader.base import Checkpoint
 from octavo.loader.bind import STACKS
 from octavo.loader.files import map_file
 from octavo.loader.gguf_split import open_gguf
+from octavo.loader.loader import parts_of
 from octavo.loader.loader import role as role_of
 from octavo.models.families import FAMILIES
 from octavo.tools.quantize.gguf_writer import (
@@ -37,16 +38,18 @@ _HEADER = 24  # bytes: magic, version, tensors, keys
 
 def copied(checkpoint: Checkpoint, recipe: Recipe) -> Content:
     """``checkpoint`` is of a GGUF file, split or whole."""
-    file, kind = open_gguf(checkpoint.path), recipe.scheme.kind
-    tensors, matrices = [], 0
+    file, family = open_gguf(checkpoint.path), FAMILIES[checkpoint.config.family]
+    weights, tensors, matrices = checkpoint.weights, [], 0
     for name, info in file.tensors.items():
-        role = role_of(name)
-        weight = checkpoint.weights.get(role)
+        role = role_of(name, family)
+        weight = weights.get(role)
         if roles := _quantized(checkpoint, recipe, name, info.shape):
-            tensors.append(matrix(name, info.shape, kind, roles))
+            scheme = recipe.of(roles[0], weights[roles[0]].shape)
+            assert scheme is not None
+            tensors.append(matrix(name, info.shape, scheme.kind.format, roles))
             matrices += 1
         elif role in recipe.ends and weight is not None:
-            tensors.append(rounded(name, weight, recipe.ends[role]))
+            tensors.append(rounded(name, role, weight, recipe))
         elif (
             role.startswith("layers.")
             and role not in recipe.kept
@@ -60,7 +63,7 @@ def copied(checkpoint: Checkpoint, recipe: Recipe) -> Content:
                 return file.weight(name).data
 
             tensors.append(GgufTensor(name, info.shape, info.format, None, data))
-    own = of_storage(kind) if matrices else {}
+    own = of_storage(recipe) if matrices else {}
     dropped = {*own, *_OF_SPLITS}
     keys = [span for name, span in spans(file.path) if name not in dropped]
     keys += [key(name, value) for name, value in own.items()]
@@ -71,13 +74,13 @@ def _quantized(
     checkpoint: Checkpoint, recipe: Recipe, name: str, shape: tuple[int, ...]
 ) -> tuple[str, ...]:
     """The roles of the layers' quantized matrices that a tensor is made of, or none."""
-    role, weights = role_of(name), checkpoint.weights
-    prefix, _, part = role.rpartition(".")
-    fused = FAMILIES[checkpoint.config.family].gguf_fusions
-    members = tuple(f"{prefix}.{each}" for each in fused.get(part, ()))
+    family, weights = FAMILIES[checkpoint.config.family], checkpoint.weights
+    role = role_of(name, family)
+    prefix, part = parts_of(role)
+    members = tuple(prefix + each for each in family.gguf_fusions.get(part, ()))
     rows = [weights[member].shape[0] for member in members if member in weights]
     if part in STACKS and len(shape) == 3:
-        members = tuple(f"{prefix}.{each}.{e}" for e in range(shape[0]) for each in STACKS[part])
+        members = tuple(f"{prefix}{each}.{e}" for e in range(shape[0]) for each in STACKS[part])
     elif not members or len(rows) != len(members) or sum(rows) != shape[0]:
         members = (role,) if role.startswith("layers.") and role in weights else ()
     return members if all(recipe.of(each, weights[each].shape) for each in members) else ()

@@ -20,10 +20,13 @@ from octavo.loader.base import Checkpoint, CheckpointError, Weight, WeightFormat
 from octavo.loader.bind import STACKS
 from octavo.loader.chat_template import JinjaChatTemplate
 from octavo.loader.dequantize import dequantize
-from octavo.loader.hf_folder import CONFIG, HfFolder
-from octavo.loader.loader import load_gguf
+from octavo.loader.hf_config import text_config
+from octavo.loader.hf_folder import HfFolder
+from octavo.loader.loader import load_gguf, parts_of
+from octavo.loader.metadata import KV_HEADS, UNROTATED_FACTOR
 from octavo.models.config import LongRope, ModelConfig, Rope
 from octavo.models.families import FAMILIES
+from octavo.models.hf_type import FULL
 from octavo.models.rope import yarn_magnitude
 from octavo.tools.quantize.gguf_vocabulary import compare_tokenizers, vocabulary
 from octavo.tools.quantize.gguf_writer import (
@@ -37,12 +40,14 @@ from octavo.tools.quantize.gguf_writer import (
     matrix,
     of_storage,
     rounded,
+    stacked,
 )
 from octavo.tools.quantize.grid import bf16_bits
 from octavo.tools.quantize.quantizer import Recipe
 from octavo.tools.quantize.row_order import row_order
 from octavo.tools.quantize.same_model import difference
 from octavo.tools.quantize.state import LayerResult, QuantizeError
+from octavo.tools.quantize.tensor_names import tensor_name
 
 ALIGNMENT = 32
 _FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
@@ -54,9 +59,12 @@ def modelled(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Content, list[str]
     Raises `QuantizeError` for a model or a tokenizer that GGUF cannot express.
     """
     config, path = checkpoint.config, checkpoint.path
+    if FAMILIES[config.family].gathers:
+        raise _refusal(checkpoint, "its interleaved matrices are not written there yet")
     architecture = FAMILIES[config.family].gguf
-    section = HfFolder(path).json(CONFIG)
+    section = text_config(HfFolder(path))
     scaling = section.get("rope_scaling") or section.get("rope_parameters") or {}
+    scaling = scaling.get(FULL, scaling)
     named, notes = vocabulary(checkpoint)
     keys: dict[str, Value] = {
         "general.architecture": architecture,
@@ -67,7 +75,7 @@ def modelled(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Content, list[str]
     keys |= named
     if isinstance(checkpoint.chat_template, JinjaChatTemplate):
         keys["tokenizer.chat_template"] = checkpoint.chat_template.source
-    keys |= of_storage(recipe.scheme.kind)
+    keys |= of_storage(recipe)
     tensors = [*_rope_tensors(config, scaling), *_tensors(checkpoint, recipe)]
     try:
         written = [key(name, value) for name, value in keys.items()]
@@ -92,11 +100,12 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
         "block_count": len(c.layers),
         "context_length": c.context_length,
         "embedding_length": c.hidden_size,
-        "feed_forward_length": c.intermediate_size,
+        "feed_forward_length": _each(
+            [layer.intermediate_size or c.intermediate_size for layer in c.layers]
+        ),
         "attention.head_count": c.num_heads,
-        "attention.head_count_kv": c.num_kv_heads,
-        "attention.key_length": c.head_dim,
-        "attention.value_length": c.head_dim,
+        KV_HEADS: _each([c.heads_of(layer)[0] for layer in c.layers]),
+        **_head_dims(c),
         family.eps.gguf: c.norm_eps,
         "vocab_size": c.vocab_size,
         "rope.dimension_count": rope.rotated,
@@ -108,23 +117,56 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
     # Without the key readers guess Phi-3's, which all its layers have.
     if family.windows is not None and (window is not None or not family.windows.period):
         found["attention.sliding_window"] = window or 0
-    if family.windows is not None and (theta := family.windows.theta) is not None:
+    if family.windows is not None and family.windows.period:
+        theta = rope.theta if family.windows.theta is None else family.windows.theta
         local = next((each.rope.theta for each in c.layers if each.window is not None), theta)
         if local != theta:
             found["rope.freq_base_swa"] = local
-        found["attention.sliding_window_pattern"] = _pattern([w is not None for w in windows])
+        flags = [window is not None for window in windows]
+        found["attention.sliding_window_pattern"] = (
+            np.array(flags, np.bool_) if family.windows.flags else _pattern(flags)
+        )
+    if c.temperature is not None:
+        found["attention.temperature_scale"] = c.temperature.beta
+        found["rope.scaling.original_context_length"] = c.temperature.original
+    if shared := sum(layer.shares is not None for layer in c.layers):
+        found["attention.shared_kv_layers"] = shared
     for number in family.gguf_keys:
         if (x := getattr(c, number.field)) or number.default:
             found[number.gguf] = number.form.write(float(x))
+    if family.recurrent is not None:
+        none = [layer.recurrence is not None for layer in c.layers]
+        found[KV_HEADS] = np.where(none, 0, c.num_kv_heads).astype(np.int32)
+        shape = next((each.recurrence for each in c.layers if each.recurrence is not None), None)
+        found |= {} if shape is None else family.recurrent.gguf_keys(shape)
     if c.experts is not None:
         found |= {"expert_count": c.experts.count, "expert_used_count": c.experts.chosen}
         found[family.expert_size] = c.experts.intermediate_size
     return found
 
 
+def _each(numbers: list[int]) -> Value:
+    """One number for all layers; one for each where they differ."""
+    return numbers[0] if len(set(numbers)) == 1 else np.array(numbers, np.uint32)
+
+
+def _head_dims(c: ModelConfig) -> dict[str, Value]:
+    """The widths of heads; those of layers with a window have keys of their own where they are
+    others.
+    """
+    far = next((layer for layer in c.layers if layer.window is None), c.layers[0])
+    wide = c.heads_of(far)[1]
+    found: dict[str, Value] = {"attention.key_length": wide, "attention.value_length": wide}
+    if FAMILIES[c.family].windows is not None and wide != c.head_dim:
+        near = next((layer.rope for layer in c.layers if layer.window is not None), far.rope)
+        found |= {"attention.key_length_swa": c.head_dim, "attention.value_length_swa": c.head_dim}
+        found["rope.dimension_count_swa"] = near.rotated
+    return found
+
+
 def _far(config: ModelConfig) -> Rope:
-    """Return that of the layers without a window, which alone are ever scaled."""
-    layers = config.layers
+    """Return that of the layers without a window, if any are rotated: some alone are scaled."""
+    layers = [layer for layer in config.layers if layer.rope.rotated] or config.layers
     return next((layer.rope for layer in layers if layer.window is None), layers[0].rope)
 
 
@@ -174,7 +216,8 @@ def _rope_tensors(config: ModelConfig, scaling: dict[str, Any]) -> list[GgufTens
             _floats("rope_factors_short.weight", rope.factors),
         ]
     if rope.factors and not _is_yarn(scaling):
-        return [_floats("rope_freqs.weight", rope.factors)]
+        factors = tuple(min(factor, UNROTATED_FACTOR) for factor in rope.factors)
+        return [_floats("rope_freqs.weight", factors)]
     return []
 
 
@@ -184,7 +227,7 @@ def _floats(name: str, values: tuple[float, ...]) -> GgufTensor:
 
 
 def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
-    config, weights, kind = checkpoint.config, checkpoint.weights, recipe.scheme.kind
+    config, weights = checkpoint.config, checkpoint.weights
     family = FAMILIES[config.family]
     found: list[GgufTensor] = []
     fused = {each.parts[0]: each for each in family.fused}
@@ -192,35 +235,43 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
     for role, weight in weights.items():
         if role in done:
             continue
-        prefix, _, part = role.rpartition(".")
+        prefix, part = parts_of(role)
+        stack = part.partition(".")[0]  # layers.3.ffn_up_exps.0
         roles = [role]
         if not role.startswith("layers."):
-            name, scheme = f"{role}.weight", recipe.of(role, weight.shape)
-            found.append(rounded(name, weight, scheme) if scheme else _kept(name, weight))
+            name, ends = f"{family.gguf_names.get(role, role)}.weight", recipe.ends
+            found.append(
+                rounded(name, role, weight, recipe) if role in ends else _kept(name, weight)
+            )
             continue
-        if prefix.partition(".")[2].partition(".")[2] in STACKS:  # layers.3.ffn_up_exps.0
+        scheme = recipe.of(role, weight.shape)
+        if stack in STACKS and (scheme is not None or part.endswith(".bias")):
             assert config.experts is not None
-            roles = [f"{prefix}.{index}" for index in range(config.experts.count)]
-            shape = (len(roles), *weight.shape)
-            found.append(matrix(_name(prefix), shape, kind, roles))
-        elif recipe.of(role, weight.shape) is None:
+            ending = "" if scheme is not None else ".bias"
+            roles = [f"{prefix}{stack}.{index}{ending}" for index in range(config.experts.count)]
+            name, shape = tensor_name(prefix + stack + ending), (len(roles), *weight.shape)
+            if scheme is None:
+                found.append(stacked(name, shape, roles, weights))
+            else:
+                found.append(matrix(name, shape, scheme.kind.format, roles))
+        elif scheme is None:
             order = row_order(config, role, interleaved=family.interleaved)
-            found.append(changed(_name(role), role, weight, order))
+            found.append(changed(tensor_name(role), role, _flat(weight), order))
         else:
             if part in fused:
-                role = f"{prefix}.{fused[part].gguf}"
-                roles = [f"{prefix}.{each}" for each in fused[part].parts]
+                role = prefix + fused[part].gguf
+                roles = [prefix + each for each in fused[part].parts]
             rows = sum(weights[each].shape[0] for each in roles)
             orders = [row_order(config, each, interleaved=family.interleaved) for each in roles]
-            found.append(matrix(_name(role), (rows, weight.shape[1]), kind, roles, orders))
+            shape = (rows, weight.shape[1])
+            found.append(matrix(tensor_name(role), shape, scheme.kind.format, roles, orders))
         done.update(roles)
     return found
 
 
-def _name(role: str) -> str:
-    """``layers.3.attn_q`` → ``blk.3.attn_q.weight``; biases keep their ending."""
-    ending = "" if role.endswith(".bias") else ".weight"
-    return f"blk.{role.removeprefix('layers.')}{ending}"
+def _flat(weight: Weight) -> Weight:
+    """A convolution [channels, 1, taps] as GGUF has it, [channels, taps]."""
+    return weight._replace(shape=weight.shape[::2]) if len(weight.shape) == 3 else weight
 
 
 def _kept(name: str, weight: Weight) -> GgufTensor:

@@ -11,7 +11,7 @@ What a file holds is made of a GGUF file (gguf_copy.py) or of a folder (gguf_mod
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from struct import pack
@@ -23,21 +23,16 @@ import numpy.typing as npt
 from octavo.loader.base import Weight, WeightFormat
 from octavo.loader.dequantize import dequantize
 from octavo.loader.gguf import BLOCKS
-from octavo.tools.quantize.grid import CodeKind, Float32, Quantized, Scheme
-from octavo.tools.quantize.nearest import nearest_stored
+from octavo.tools.quantize.grid import CodeKind, Float32, Quantized
+from octavo.tools.quantize.k_quants import GgmlBlocks
+from octavo.tools.quantize.nearest import in_pieces
+from octavo.tools.quantize.quantizer import Recipe, round_each
 from octavo.tools.quantize.state import LayerResult, State
 
 Bytes = npt.NDArray[np.uint8]
 Value = int | float | str | Sequence[str] | npt.NDArray[np.generic]  # bool is an int
 
 BLOCK = 32
-FORMATS = {
-    CodeKind.Q4_0: WeightFormat.Q4_0,
-    CodeKind.Q4_1: WeightFormat.Q4_1,
-    CodeKind.Q5_0: WeightFormat.Q5_0,
-    CodeKind.Q5_1: WeightFormat.Q5_1,
-    CodeKind.Q8_0: WeightFormat.Q8_0,
-}
 _FILE_TYPES = {
     CodeKind.Q4_0: 2,
     CodeKind.Q4_1: 3,
@@ -131,7 +126,7 @@ def layer_of(role: str) -> int | None:
 def matrix(
     name: str,
     shape: tuple[int, ...],
-    kind: CodeKind,
+    format: WeightFormat,
     roles: Sequence[str],
     orders: Sequence[npt.NDArray[np.intp] | None] | None = None,
 ) -> GgufTensor:
@@ -144,18 +139,29 @@ def matrix(
             parts.append(blocks(part if order is None else part.rows(order)))
         return np.concatenate(parts)
 
-    return GgufTensor(name, shape, FORMATS[kind], layer_of(roles[0]), data)
+    return GgufTensor(name, shape, format, layer_of(roles[0]), data)
 
 
-def rounded(name: str, weight: Weight, scheme: Scheme) -> GgufTensor:
+def rounded(name: str, role: str, weight: Weight, recipe: Recipe) -> GgufTensor:
     """A matrix of no layer."""
-    return GgufTensor(
-        name,
-        weight.shape,
-        FORMATS[scheme.kind],
-        None,
-        lambda _: blocks(nearest_stored(scheme, weight)),
-    )
+
+    def data(_: LayerResult) -> Bytes:
+        pieces = [blocks(round_each(recipe, role, piece)) for piece in in_pieces(weight)]
+        return np.concatenate(pieces)
+
+    return GgufTensor(name, weight.shape, recipe.ends[role].kind.format, None, data)
+
+
+def stacked(
+    name: str, shape: tuple[int, ...], roles: list[str], weights: Mapping[str, Weight]
+) -> GgufTensor:
+    """Vectors of a layer in one tensor, each as `changed` has it."""
+    parts = [changed(name, role, weights[role]) for role in roles]
+
+    def data(result: LayerResult) -> Bytes:
+        return np.concatenate([part.data(result) for part in parts])
+
+    return GgufTensor(name, shape, WeightFormat.F32, layer_of(roles[0]), data)
 
 
 def changed(
@@ -173,8 +179,10 @@ def changed(
     return GgufTensor(name, weight.shape, WeightFormat.F32, layer_of(role), data)
 
 
-def blocks(matrix: Quantized) -> Bytes:
+def blocks(matrix: Quantized | GgmlBlocks) -> Bytes:
     """A matrix's bytes, row after row."""
+    if isinstance(matrix, GgmlBlocks):
+        return matrix.data.reshape(-1)
     codes = matrix.codes.reshape(-1, BLOCK)
     scale = matrix.step.reshape(-1, 1).astype("<f2").view(np.uint8)
     if matrix.scheme.kind is CodeKind.Q8_0:
@@ -192,9 +200,10 @@ def blocks(matrix: Quantized) -> Bytes:
 # ── Keys ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def of_storage(kind: CodeKind) -> dict[str, Value]:
+def of_storage(recipe: Recipe) -> dict[str, Value]:
     """What says how the weights are stored."""
-    return {"general.file_type": _FILE_TYPES[kind], "general.quantization_version": 2}
+    file_type = _FILE_TYPES[recipe.scheme.kind] if recipe.mix is None else recipe.mix.value
+    return {"general.file_type": file_type, "general.quantization_version": 2}
 
 
 class UnencodableKey(ValueError):

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from octavo.loader.base import WeightFormat
+
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
@@ -34,6 +36,11 @@ class CodeKind(Enum):
     Q5_0 = "q5_0"  # the same with five bits, and 16
     Q5_1 = "q5_1"
     Q8_0 = "q8_0"  # GGUF: scale * (code - 128), codes from 1 on
+    Q2_K = "q2_k"  # GGUF: scales and minimums of groups are integers times one of a block
+    Q3_K = "q3_k"  # GGUF: the same without minimums
+    Q4_K = "q4_k"  # as Q2_K
+    Q5_K = "q5_k"
+    Q6_K = "q6_k"  # as Q3_K
 
     @property
     def has_low(self) -> bool:
@@ -43,6 +50,11 @@ class CodeKind(Enum):
     @property
     def of_gguf(self) -> bool:
         return self not in (CodeKind.SYMMETRIC, CodeKind.ASYMMETRIC)
+
+    @property
+    def format(self) -> WeightFormat:
+        """The format of GGUF's that has it."""
+        return WeightFormat[self.name]
 
 
 class Steps(Enum):
@@ -184,6 +196,7 @@ def fit_range(scheme: Scheme, low: Float32, high: Float32) -> Grid:
             step = _step((high - low) / levels, scheme.steps)
             # Not zero 0: GPTQ's layout stores zeros less one, and readers differ on what is below.
             return Grid(step, np.clip(np.rint(-low / step), 1.0, levels), None)
+    raise ValueError(f"{scheme.kind.name} has no grids of single groups")
 
 
 def _stored(step: npt.NDArray[np.floating], steps: Steps) -> Float32:

@@ -10,22 +10,29 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from octavo.loader.base import CheckpointError
-from octavo.loader.bind import ROUTER
+from octavo.loader.bind import ROUTERS
 from octavo.loader.hf_config import ORIGINAL, activation_key, model_config
 from octavo.loader.hf_folder import CONFIG, HfFolder
-from octavo.models.config import Activation, Experts, LongRope, ModelConfig, Rope
-from octavo.models.families import FAMILIES
-from octavo.models.family import MODULES, Family
-from octavo.models.hf_type import FULL, SLIDING, HfType
+from octavo.models.config import Activation, Experts, LongRope, ModelConfig, Rope, Temperature
+from octavo.models.families import FAMILIES, program
+from octavo.models.family import MODULES, Family, IntArray
+from octavo.models.hf_type import FULL, PROPORTIONAL, SLIDING, HfType
 from octavo.tools.quantize.grid import Scheme
 from octavo.tools.quantize.same_model import difference
 from octavo.tools.quantize.state import QuantizeError
 
-_ACTIVATIONS = {Activation.SILU: "silu", Activation.GELU_TANH: "gelu_pytorch_tanh"}
+_ACTIVATIONS = {
+    Activation.SILU: "silu",
+    Activation.GELU_TANH: "gelu_pytorch_tanh",
+    Activation.SWIGLU_CLAMPED: "silu",  # gpt-oss's files say so
+}
 _LLAMA3_CONTEXTS = (8192, 4096, 16384, 2048)  # of training, of which config.json asks
 
 
@@ -33,14 +40,16 @@ class HfModule(NamedTuple):
     """A tensor or module of the folder, and the roles of which it is made, one below the other."""
 
     name: str  # without ".weight" and the like
-    ending: str  # "weight" or "bias"
+    ending: str  # "weight", "bias", or "": the name is all
     roles: tuple[str, ...]
+    order: IntArray | None = None  # which row of all of them comes at each place
 
 
 def places(config: ModelConfig, roles: list[str]) -> Iterator[HfModule]:
     """Yield the place of every role, in their order; fused ones once."""
     family = FAMILIES[config.family]
     fused = {part: each for each in family.fused for part in each.parts}
+    gathers = {part: each for each in family.gathers if each.hf for part in each.parts}
     seen: set[str] = set()
     for role in roles:
         if role in seen:
@@ -52,27 +61,35 @@ def places(config: ModelConfig, roles: list[str]) -> Iterator[HfModule]:
             _, layer, part = plain.split(".", 2)
             prefix = f"layers.{layer}."
         parts: tuple[str, ...] = (part,)
-        if part in fused:
+        order = None
+        if part + bias in family.bare:
+            yield HfModule("model." + prefix + family.bare[part + bias], "", (role,))
+            continue
+        if part in gathers:
+            module, _, parts, rows = gathers[part]
+            order = np.argsort(np.concatenate([rows(config)[each] for each in parts]))
+        elif part in fused:
             module, _, parts = fused[part]
         else:
             module = module_of(family, part)
         members = tuple(prefix + each + bias for each in parts)
         seen.update(members)
         base = "" if part == "output" else "model."
-        yield HfModule(base + prefix + module, bias[1:] or "weight", members)
+        yield HfModule(base + prefix + module, bias[1:] or "weight", members, order)
 
 
 def module_of(family: Family, part: str) -> str:
     """What a folder calls a role of a layer: ``ffn_up_exps.3`` → ``mlp.experts.3.up_proj``."""
-    name, _, expert = part.partition(".")
+    name, _, expert = part.rpartition(".")
+    if not expert.isdecimal():
+        name, expert = part, ""
     return {**MODULES, **family.modules}[name].format(expert)
 
 
 def routers(config: ModelConfig) -> list[str]:
     """The modules that say which experts a token goes to: quantizing leaves them alone."""
-    sparse = (index for index, layer in enumerate(config.layers) if layer.experts is not None)
-    router = module_of(FAMILIES[config.family], ROUTER)
-    return [f"model.layers.{index}.{router}" for index in sparse]
+    roles = [role for role in program(config).weights if role.endswith(ROUTERS)]
+    return [place.name for place in places(config, roles)]
 
 
 def modules(ends: Mapping[str, Scheme]) -> dict[str, Scheme]:
@@ -121,7 +138,7 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
-        activation_key(kind): _ACTIVATIONS[c.activation],
+        activation_key(kind) or "hidden_act": _ACTIVATIONS[c.activation],
         "max_position_embeddings": c.context_length,
         family.eps.hf: c.norm_eps,
         "tie_word_embeddings": c.tied_embeddings,
@@ -136,6 +153,11 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
             values[key] = bool(roles & (c.biases - family.biases))
     if c.experts is not None:
         values |= _experts(c, c.experts, kind)
+    if "per_layer_config" in kind.defaults:
+        values |= _global_layers(c)
+    if "shared_expert_intermediate_size" in kind.defaults:
+        width = max(layer.shared_expert for layer in c.layers)
+        values["shared_expert_intermediate_size"] = width
     if "use_sliding_window" in kind.defaults:
         values |= {"use_sliding_window": False, "sliding_window": None}
         values["max_window_layers"] = len(c.layers)
@@ -143,11 +165,17 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
         values["sliding_window"] = next((w for w in windows if w is not None), None)
         if "layer_types" in kind.defaults:
             values["layer_types"] = [FULL if window is None else SLIDING for window in windows]
+    if (recurrent := family.recurrent) is not None:
+        shapes = [layer.recurrence for layer in c.layers]
+        values["layer_types"] = [FULL if each is None else recurrent.layer_type for each in shapes]
+        values |= next((recurrent.hf_keys(each) for each in shapes if each is not None), {})
     for number in family.keys:
         if number.hf:
             x = getattr(c, number.field)
             values[number.hf] = None if x == number.null else number.form.write(x)
     values |= {switch.hf: switch.value for switch in family.fixed if switch.hf}
+    if "no_rope_layers" in kind.defaults:
+        values["no_rope_layers"] = [int(bool(layer.rope.rotated)) for layer in c.layers]
     if kind.partial_rotary:
         values["partial_rotary_factor"] = c.layers[0].rope.rotated / c.head_dim
     if ORIGINAL in kind.defaults:
@@ -155,10 +183,28 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
     return {**values, **dict.fromkeys(family.passed_over), **family.written}
 
 
+def _global_layers(c: ModelConfig) -> dict[str, Any]:
+    """What layers that see everything have of their own, and what the last ones share."""
+    far = {str(i): c.heads_of(layer) for i, layer in enumerate(c.layers) if layer.window is None}
+    return {
+        "per_layer_config": {
+            index: {"head_dim": head_dim, "num_key_value_heads": kv_heads}
+            for index, (kv_heads, head_dim) in far.items()
+        },
+        "attention_k_eq_v": any(layer.keys_as_values for layer in c.layers),
+        "num_kv_shared_layers": sum(layer.shares is not None for layer in c.layers),
+        "use_double_wide_mlp": any(layer.intermediate_size is not None for layer in c.layers),
+        "hidden_size_per_layer_input": c.per_layer_input,
+        "vocab_size_per_layer_input": c.vocab_size,
+    }
+
+
 def _experts(c: ModelConfig, experts: Experts, kind: HfType) -> dict[str, Any]:
     own = {
         "num_experts": experts.count,
         "num_local_experts": experts.count,
+        "enable_moe_block": True,
+        "top_k_experts": experts.chosen,
         "moe_intermediate_size": experts.intermediate_size,
         "norm_topk_prob": experts.renormalize,
         "decoder_sparse_step": 1,
@@ -173,24 +219,58 @@ def _experts(c: ModelConfig, experts: Experts, kind: HfType) -> dict[str, Any]:
 
 def _rope_sections(config: ModelConfig) -> Iterator[dict[str, Any]]:
     """Ways to say the rotary positions; where parameters are lost, likely ones."""
+    kind = FAMILIES[config.family].hf[0]
     # The base of layers with a window is one of their own, or that of all.
-    local_base = len(FAMILIES[config.family].hf[0].rope_theta) > 1
+    local_base = len(kind.rope_theta) > 1
+    rotated = [layer for layer in config.layers if layer.rope.rotated] or config.layers
     ropes = dict.fromkeys(
-        (layer.window is not None and local_base, layer.rope) for layer in config.layers
+        (layer.window is not None and local_base, layer.rope) for layer in rotated
     )
     far = [rope for local, rope in ropes if not local]
     near = [rope for local, rope in ropes if local]
     if len(far) > 1 or len(near) > 1:
         raise _refusal(config, "layers of one kind have different rotary positions")
+    if PROPORTIONAL in FAMILIES[config.family].hf[0].rope_types:
+        yield {"rope_parameters": {FULL: _proportional(far), SLIDING: _plain(near)}}
+        return
     base: dict[str, Any] = {"rope_theta": (far or near)[0].theta}
-    if local_base:
-        base["rope_local_base_freq"] = near[0].theta if near else 10000.0
+    if local_base and kind.local_theta:
+        base[kind.local_theta] = near[0].theta if near else 10000.0
     rope = (far or near)[0]
     for scaling in _scalings(config, rope):
+        if local_base and not kind.local_theta:
+            local = {"rope_type": "default", "rope_theta": (near or far)[0].theta}
+            full = {"rope_type": "default"} | base | (scaling or {})
+            yield {"rope_parameters": {FULL: full, SLIDING: local}}
+            continue
+        if FAMILIES[config.family].temperature:
+            grows = config.temperature or Temperature(0.0, config.context_length)
+            scaling = {"rope_type": "default"} | (scaling or {})
+            scaling |= {"llama_4_scaling_beta": grows.beta}
+            scaling.setdefault(ORIGINAL, grows.original)
         section: dict[str, Any] = {"rope_scaling": scaling}
         if scaling is not None and scaling["rope_type"] == "longrope":
             section["original_max_position_embeddings"] = scaling.pop("original")
         yield base | section
+
+
+def _plain(ropes: list[Rope]) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": ropes[0].theta if ropes else 10000.0}
+
+
+def _proportional(ropes: list[Rope]) -> dict[str, Any]:
+    if not ropes or not ropes[0].rotated:
+        return {"rope_type": PROPORTIONAL, "rope_theta": 1e6, "partial_rotary_factor": 0.0}
+    (rope, *_) = ropes
+    pairs = rope.dim // 2
+    rotated = sum(factor < inf for factor in rope.factors) if rope.factors else pairs
+    return {
+        "rope_type": PROPORTIONAL,
+        "rope_theta": rope.theta,
+        # Rounded down to whole pairs by those who read it.
+        "partial_rotary_factor": min((rotated + 0.25) / pairs, 1.0),
+        "factor": 1.0 / rope.scale,
+    }
 
 
 def _scalings(config: ModelConfig, rope: Rope) -> Iterator[dict[str, Any] | None]:
@@ -207,7 +287,8 @@ def _scalings(config: ModelConfig, rope: Rope) -> Iterator[dict[str, Any] | None
         yield {"rope_type": "linear", "factor": 1.0 / rope.scale}
         return
     if not rope.factors:
-        yield None
+        scaled = "rope_parameters" in FAMILIES[config.family].hf[0].computed  # by default
+        yield {"rope_type": "default"} if scaled else None
         return
     factor = round(max(rope.factors), 4)
     for original in _LLAMA3_CONTEXTS:
@@ -219,6 +300,8 @@ def _scalings(config: ModelConfig, rope: Rope) -> Iterator[dict[str, Any] | None
             "original_max_position_embeddings": original,
         }
     original = round(config.context_length / factor)
+    if config.temperature is not None:
+        original = config.temperature.original
     yield {
         "rope_type": "yarn",
         "factor": factor,

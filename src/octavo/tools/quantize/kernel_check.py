@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo import _native
+from octavo.executor.native.held_form import held_form
 from octavo.loader.base import Checkpoint, CheckpointError, Weight, WeightFormat
 from octavo.loader.dequantize import dequantize, group_scales
 
@@ -36,7 +37,8 @@ ACTIVATIONS = 4  # rows multiplied
 OUTLIER = 100.0  # a group's scale against the median of its column's: beyond, precision is lost
 # Formats summed in fixed point, with one scale for all groups of a column.
 FIXED_POINT = {
-    WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q4_K, WeightFormat.I3, WeightFormat.I4,
+    WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q4_K, WeightFormat.I2, WeightFormat.I3,
+    WeightFormat.I4,
 }  # fmt: skip
 
 # Of a group's error in fixed point, in units of the largest activation scale of the row by the
@@ -90,19 +92,21 @@ class Native:
 
     def weights(self, weight: Weight, first: int, last: int) -> Float32:
         """[rows, inputs], in the matrix's own order of inputs."""
+        weight = held_form(weight)
         data = np.ascontiguousarray(weight.rows(first, last)).reshape(-1)
         shape = last - first, weight.shape[1]
         return _native.dequantize(data, int(weight.format), *shape, self.isa, **_group(weight))
 
     def product(self, weight: Weight, first: int, last: int, x: Float32) -> Float32:
         """x [rows, inputs], in the matrix's own order, times the transpose."""
+        weight = held_form(weight)
         data = np.ascontiguousarray(weight.rows(first, last)).reshape(-1)
         rows = last - first
         return _native.linear(data, int(weight.format), rows, x, self.isa, **_group(weight))
 
 
 def _group(weight: Weight) -> dict[str, int]:
-    return {"group": weight.group or weight.shape[1]} if weight.format.grouped else {}
+    return {"group": weight.group or (weight.shape[1] if weight.format.grouped else 0)}
 
 
 def outlier_columns(weight: Weight, first: int = 0, last: int | None = None) -> Float32 | None:
@@ -110,7 +114,7 @@ def outlier_columns(weight: Weight, first: int = 0, last: int | None = None) -> 
 
     None for a format that is not summed in fixed point, where it does not matter.
     """
-    if weight.format not in FIXED_POINT:
+    if held_form(weight).format not in FIXED_POINT:
         return None
     scales = group_scales(weight, first, last)
     if scales is None or scales.shape[1] < 2:
@@ -149,7 +153,7 @@ def _check_rows(weight: Weight, first: int, last: int, kernels: Native, found: K
     got = kernels.product(weight, first, last, x)
     scales = group_scales(weight, first, last)
     largest_scale = None if scales is None else np.abs(scales).max(axis=1)
-    share = product_error(weight.format, expected, x, got, largest_scale)
+    share = product_error(held_form(weight).format, expected, x, got, largest_scale)
     row, column = np.unravel_index(int(share.argmax()), share.shape)
     found.max_product_error = max(found.max_product_error, float(share[row, column]))
     if not share[row, column] <= 1.0:
@@ -178,7 +182,7 @@ def product_error(
     # Sums of fp32 numbers, whose rounding every format has.
     size = np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64).T
     allowed = size * (2.0**-24 * (inputs + 8))
-    if format in (WeightFormat.F32, WeightFormat.F16):
+    if format in (WeightFormat.F32, WeightFormat.F16, WeightFormat.E4M3):
         pass
     elif format is WeightFormat.BF16:
         allowed += size * 2.0**-8  # where the tier rounds activations to bf16

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from octavo.loader.base import CheckpointError
-from octavo.models.config import ModelConfig
+from octavo.loader.bind import ROUTERS
+from octavo.models.config import Activation, ModelConfig
 from octavo.models.program import (
     ExpertLinear,
     GatedActivation,
+    LayerNorm,
     Linear,
     Op,
     PagedAttention,
@@ -37,7 +38,7 @@ class SharedInput(NamedTuple):
 
     An ``expert``'s matrices read the rows of the tokens that are routed to it. A ``router`` is not
     quantized; it is here for the rows of all tokens, and for the norm before it, which scales the
-    inputs of ``along``, all experts' matrices, too.
+    inputs of ``along``, all experts' matrices and the shared one's, too.
     """
 
     linears: tuple[Linear | ExpertLinear, ...]
@@ -69,46 +70,29 @@ class SharedInput(NamedTuple):
 class LayerOps(NamedTuple):
     ops: tuple[Op, ...]
     inputs: tuple[SharedInput, ...]  # in the order of the ops, then of the experts
+    weights: tuple[str, ...]  # roles of all
 
     @property
     def matrices(self) -> tuple[str, ...]:
         """Roles of the matrices that are quantized."""
         return tuple(role for each in self.inputs if not each.router for role in each.roles)
 
-    @property
-    def weights(self) -> tuple[str, ...]:
-        """Roles of all weights."""
-        return tuple(dict.fromkeys(role for op in self.ops for role in roles(op)))
-
-
-def roles(op: Op) -> tuple[str, ...]:
-    """The weights an op names."""
-    if isinstance(op, ExpertLinear):
-        return op.weights
-    found = (getattr(op, "weight", None), getattr(op, "bias", None))
-    return tuple(role for role in found if role is not None)
-
 
 def split(program: Program) -> tuple[tuple[Op, ...], list[LayerOps]]:
-    """The ops before the first layer, and each layer's. Raises `CheckpointError` for layers that
-    cannot be computed by themselves.
-    """
-    for index, layer in enumerate(program.config.layers):
-        if layer.shares is not None:
-            raise CheckpointError(
-                f"layer {index} reads the keys and values of layer {layer.shares}: it cannot be "
-                "computed by itself"
-            )
+    """The ops before the first layer, and each layer's."""
     starts: list[int] = []
     end = len(program.ops)
     for index, op in enumerate(program.ops):
-        for role in roles(op):
+        for role in program.roles(op):
             if role.startswith(f"layers.{len(starts)}."):
                 starts.append(index)
             elif starts and not role.startswith("layers."):
                 end = min(end, index)
-    layers = [program.ops[a:b] for a, b in pairwise([*starts, end])]
-    return program.ops[: starts[0]], [LayerOps(ops, _inputs(ops, program.config)) for ops in layers]
+    layers = []
+    for ops in (program.ops[a:b] for a, b in pairwise([*starts, end])):
+        weights = dict.fromkeys(role for op in ops for role in program.roles(op))
+        layers.append(LayerOps(ops, _inputs(ops, program.config), tuple(weights)))
+    return program.ops[: starts[0]], layers
 
 
 def live(ops: Sequence[Op], after: frozenset[str] = frozenset()) -> frozenset[str]:
@@ -140,30 +124,38 @@ def _inputs(ops: Sequence[Op], config: ModelConfig) -> tuple[SharedInput, ...]:
         maker = None
         if readers.get(source) == len(members):
             maker = _maker(ops, source, sources, readers, config)
-        linears = tuple(op for index in members if isinstance(op := ops[index], Linear))
+        linears = [op for index in members if isinstance(op := ops[index], Linear)]
+        routers = tuple(op for op in linears if op.weight.endswith(ROUTERS))
+        dense = tuple(op for op in linears if op not in routers)
         sparse = tuple(op for index in members if isinstance(op := ops[index], ExpertLinear))
-        if not sparse:
-            found.append(SharedInput(linears, members[0], _made(maker)))
-            continue
-        if linears:
-            along = tuple(role for op in sparse for role in op.weights)
-            router = SharedInput(linears, members[0], _made(maker), router=True, along=along)
-            found.append(router)
-            maker = None  # it is not an expert's alone
-        first = next(index for index in members if ops[index] is sparse[0])
-        for expert in range(sparse[0].experts.count):
-            found.append(SharedInput(sparse, first, _made(maker, expert), expert))
-    return tuple(found)
+
+        def first(of: Sequence[Op], members: Sequence[int] = members) -> int:
+            return next(index for index in members if ops[index] is of[0])
+
+        if routers:
+            along = (*(op.weight for op in dense), *(role for op in sparse for role in op.weights))
+            scaled = _made(maker) if along else None
+            found.append(SharedInput(routers, members[0], scaled, router=True, along=along))
+        if routers or (sparse and isinstance(maker, RmsNorm | LayerNorm)):
+            maker = None  # what reads it is not scaled alone
+        if dense:
+            found.append(SharedInput(dense, first(dense), _made(maker)))
+        if sparse:
+            at = first(sparse)
+            for expert in range(sparse[0].experts.count):
+                found.append(SharedInput(sparse, at, _made(maker, expert), expert))
+    return tuple(sorted(found, key=lambda each: each.first))
 
 
-def _made(op: RmsNorm | Linear | ExpertLinear | None, expert: int = 0) -> Maker | None:
+def _made(op: RmsNorm | LayerNorm | Linear | ExpertLinear | None, expert: int = 0) -> Maker | None:
     match op:
-        case RmsNorm(weight=weight):
+        case RmsNorm(weight=str(weight)) | LayerNorm(weight=weight):
             return Maker(weight, None, norm=True)
         case Linear(weight=weight, bias=bias):
             return Maker(weight, bias, norm=False)
         case ExpertLinear():
-            return Maker(op.weights[expert], None, norm=False)
+            bias = op.biases[expert] if op.biases else None
+            return Maker(op.weights[expert], bias, norm=False)
     return None
 
 
@@ -173,24 +165,23 @@ def _maker(
     sources: dict[int, tuple[int, ...]],
     readers: dict[int, int],
     config: ModelConfig,
-) -> RmsNorm | Linear | ExpertLinear | None:
+) -> RmsNorm | LayerNorm | Linear | ExpertLinear | None:
     """What scales each output of the op at ``source`` by itself. See `SharedInput`."""
     if source < 0:
         return None
     before = -1
     match ops[source]:
-        case RmsNorm(group=0) as norm:
+        case (RmsNorm(group=0) | LayerNorm(group=0)) as norm:
             return norm
-        case GatedActivation():
+        case GatedActivation(activation=how) if how is not Activation.SWIGLU_CLAMPED:
             before = sources[source][1]  # up
         case PagedAttention() as attention if attention.kv_heads == config.num_heads:
-            # With fewer KV heads a value serves several inputs. (As the reference has it.)
-            store = next(
-                index
-                for index, op in enumerate(ops)
-                if isinstance(op, RopeAndStoreKv) and op.layer == attention.layer
-            )
-            before = sources[store][2]  # v
+            # With fewer KV heads, or layers that share them, a value serves several inputs.
+            if not any(layer.shares == attention.layer for layer in config.layers):
+                store = next(
+                    index for index, op in enumerate(ops) if isinstance(op, RopeAndStoreKv)
+                )
+                before = sources[store][2]  # v
     maker = ops[before] if before >= 0 else None
     if isinstance(maker, Linear | ExpertLinear) and readers.get(before) == 1:
         return maker

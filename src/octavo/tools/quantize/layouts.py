@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from octavo.loader.gguf import BLOCKS
+from octavo.loader.grouped import pack
 from octavo.tools.quantize.grid import CodeKind, Quantized, Scheme, Steps, bf16_bits
 
 Array = npt.NDArray[Any]
@@ -36,12 +38,14 @@ class HfTensor(NamedTuple):
 def scheme_of(format: Format, bits: int, group: int | None, symmetric: bool) -> Scheme:
     """What a layout can express of it. Raises `ValueError` for what it cannot."""
     kind = CodeKind.SYMMETRIC if symmetric else CodeKind.ASYMMETRIC
+    if bits == 6:
+        raise ValueError("6 bits are a K-quant's (--mix)")
     if bits == 5 and format is not Format.GGUF:
-        raise ValueError(f"the {format.value} layout has 4 and 8 bits; GGUF has 5 too")
+        raise ValueError(f"the {format.value} layout has 3, 4 and 8 bits; GGUF has 5 too")
     match format:
         case Format.AWQ:
             if bits != 4:
-                raise ValueError("the awq layout has 4 bits only; gptq has 8 too")
+                raise ValueError("the awq layout has 4 bits only; gptq has 3 and 8 too")
             if symmetric:
                 raise ValueError("the awq layout is asymmetric; gptq can be symmetric")
             return Scheme(bits, group, kind, Steps.BOTH)
@@ -56,6 +60,8 @@ def scheme_of(format: Format, bits: int, group: int | None, symmetric: bool) -> 
         case Format.GGUF:
             if group != 32:
                 raise ValueError("GGUF has groups of 32 inputs (--group-size 32)")
+            if bits == 3:
+                raise ValueError("GGUF has 3 bits in K-quants (--mix Q3_K_M); gptq has them, too")
             if bits == 8:
                 if not symmetric:
                     raise ValueError("GGUF's 8 bits (Q8_0) are symmetric; its 4 can have zeros")
@@ -121,7 +127,8 @@ def module_bytes(
             if _plain(scheme) and not packed:
                 return rows * inputs + 2 * rows
             return 4 * along_inputs * rows + 2 * groups * rows + 16
-    return rows * groups * (bits * scheme.size(inputs) // 8 + 2 + 2 * scheme.kind.has_low)
+    count, size = BLOCKS[scheme.kind.format]
+    return rows * inputs // count * size
 
 
 def _zero(matrix: Quantized) -> npt.NDArray[np.uint8]:
@@ -131,13 +138,10 @@ def _zero(matrix: Quantized) -> npt.NDArray[np.uint8]:
 
 
 def _words(numbers: npt.NDArray[np.uint8], bits: int) -> Array:
-    """[rows, count] numbers as little-endian 32-bit words along the second dimension."""
-    in_word = 32 // bits
-    padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % in_word)))
-    words = np.zeros((len(padded), padded.shape[1] // in_word), np.uint32)
-    for place in range(in_word):
-        words |= padded[:, place::in_word].astype(np.uint32) << np.uint32(bits * place)
-    return words.view("<i4")
+    """[rows, count] numbers as little-endian 32-bit words along the second dimension: one stream of
+    bits, in which a number of 3 bits may lie in two words."""
+    streams = pack(np.ascontiguousarray(numbers), bits)
+    return np.pad(streams, ((0, 0), (0, -streams.shape[1] % 4))).view("<i4")
 
 
 def _awq_order(numbers: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

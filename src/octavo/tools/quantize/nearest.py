@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from octavo.loader.base import Weight
@@ -20,15 +22,16 @@ def nearest(scheme: Scheme, weights: Float32) -> Quantized:
 
 
 def nearest_stored(scheme: Scheme, weight: Weight) -> Quantized:
-    """The same of a stored matrix, some rows at a time: an embedding may be most of a model."""
+    """The same of a stored matrix."""
+    return stacked([nearest(scheme, rows) for rows in in_pieces(weight)])
+
+
+def in_pieces(weight: Weight) -> Iterator[Float32]:
+    """A stored matrix, some rows at a time: an embedding may be most of a model."""
     rows, inputs = weight.shape
     step = max(1, _CHUNK // inputs)
-    return stacked(
-        [
-            nearest(scheme, dequantize(weight, first, min(first + step, rows)))
-            for first in range(0, rows, step)
-        ]
-    )
+    for first in range(0, rows, step):
+        yield dequantize(weight, first, min(first + step, rows))
 
 
 def stacked(parts: list[Quantized]) -> Quantized:

@@ -14,26 +14,24 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from octavo.executor.reference import evaluate
-from octavo.loader.base import Checkpoint, CheckpointError, Weight
-from octavo.loader.bind import ROUTER
-from octavo.loader.dequantize import dequantize
+from octavo.loader.base import Checkpoint, CheckpointError
+from octavo.loader.bind import ROUTERS
 from octavo.models.families import program
-from octavo.models.program import Op, Values, slots
 from octavo.tools.quantize.awq_scaling import Stored, awq
 from octavo.tools.quantize.calibrate import Moments
 from octavo.tools.quantize.gptq_rounding import Order, gptq, relative_loss
-from octavo.tools.quantize.grid import Float32, Scheme
-from octavo.tools.quantize.layers import LayerOps, SharedInput, live, roles, split
+from octavo.tools.quantize.grid import Float32, Quantized, Scheme
+from octavo.tools.quantize.hidden_states import HiddenStates, LayerWeights, some_rows
+from octavo.tools.quantize.k_quants import GgmlBlocks, k_quantize
+from octavo.tools.quantize.layers import LayerOps, SharedInput, split
+from octavo.tools.quantize.mixes import Mix
 from octavo.tools.quantize.nearest import nearest
 from octavo.tools.quantize.state import LayerResult, QuantizeError, State
 
@@ -42,22 +40,27 @@ INPUTS = 32  # of a quantized matrix: a multiple, for the kernels (executor/nati
 # Rows that an expert must have seen, for each input of a matrix: of fewer, its second moments are
 # mostly of what it has not seen.
 SEEN = 0.25
-CHUNK = 4096  # tokens that go through a layer at a time
 _DIGEST_BYTES = 1 << 24  # of a weight that are read at a time
 
 
 class Method(Enum):
     RTN = "rtn"
+    IMATRIX = "imatrix"  # each weight by itself, too; the grids go by the inputs' mean squares
     GPTQ = "gptq"
     AWQ = "awq"
+
+
+LOOKING = (Method.GPTQ, Method.AWQ)  # at a text, layer by layer
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How matrices are rounded; where they are written is no concern of it.
 
-    ``scheme`` is for the matrices of the layers but those that are ``kept``, ``ends`` for the
-    embedding and the head, by role; an end that is not in it is not rounded.
+    ``scheme`` is for the matrices of the layers but those that are ``kept`` or have one of their
+    own in ``schemes``, ``ends`` for the embedding and the head, by role; an end that is not in it
+    is not rounded. ``mix`` is the name of all these together, where they have one: grids are then
+    searched block by block. ``importance``: the mean squares [in] of matrices' inputs, by role.
     """
 
     method: Method
@@ -67,13 +70,25 @@ class Recipe:
     damping: float = 0.01  # GPTQ's
     ends: Mapping[str, Scheme] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
+    schemes: Mapping[str, Scheme] = field(default_factory=dict)
+    mix: Mix | None = None
+    importance: Mapping[str, Float32] = field(default_factory=dict)
 
     def of(self, role: str, shape: tuple[int, ...]) -> Scheme | None:
         """What a weight is rounded to; None for one that stays as it is."""
         if not role.startswith("layers."):
             return self.ends.get(role)
-        stays = len(shape) != 2 or role.endswith(ROUTER) or role in self.kept
-        return None if stays else self.scheme
+        stays = len(shape) != 2 or role.endswith(ROUTERS) or role in self.kept
+        return None if stays else self.schemes.get(role, self.scheme)
+
+
+def round_each(recipe: Recipe, role: str, weights: Float32) -> Quantized | GgmlBlocks:
+    """Rows of a matrix that ``recipe`` rounds, each weight by itself."""
+    scheme = recipe.of(role, weights.shape)
+    assert scheme is not None
+    if recipe.mix is None:
+        return nearest(scheme, weights)
+    return k_quantize(scheme.kind.format, weights, recipe.importance.get(role))
 
 
 class Report(NamedTuple):
@@ -131,7 +146,7 @@ class Quantizer:
                     f"{name} has {inputs} inputs, which group size {scheme.group} does not "
                     f"divide: choose one that does, such as {_dividing(inputs)}"
                 )
-        if self.recipe.method is not Method.RTN and self.samples is None:
+        if self.recipe.method in LOOKING and self.samples is None:
             raise QuantizeError(f"{self.recipe.method.value} needs a calibration text")
 
     def _name(self, role: str) -> str:
@@ -139,14 +154,21 @@ class Quantizer:
 
     def settings(self) -> dict[str, Any]:
         """Everything that results depend on."""
-        recipe = asdict(self.recipe)
+        recipe = asdict(replace(self.recipe, schemes={}, importance={}))
+        for name in ("schemes", "importance"):  # the one goes with the mix, the other is large
+            del recipe[name]
         scheme = recipe.pop("scheme") | {}
         facts = {"version": VERSION, **recipe, **scheme, "model": self._digest()}
-        if self.recipe.method is not Method.RTN and self.samples is not None:
+        if self.recipe.method in LOOKING and self.samples is not None:
             facts["samples"] = list(self.samples.shape)
             facts["calibration"] = hashlib.sha256(self.samples.tobytes()).hexdigest()
+        if self.recipe.importance:
+            found = hashlib.sha256()
+            for role, squares in sorted(self.recipe.importance.items()):
+                found.update(role.encode() + squares.tobytes())
+            facts["importance"] = found.hexdigest()
         facts["kept"] = sorted(self.recipe.kept)
-        for name in ("ends", "kept"):
+        for name in ("ends", "kept", "mix"):
             if not facts[name]:
                 del facts[name]  # so that what earlier versions began can be finished
         return dict(json.loads(json.dumps(facts, default=_plain)))
@@ -172,36 +194,39 @@ class Quantizer:
         method = self.recipe.method
         if not any(self._rounded(layer.matrices) for layer in self.layers):
             method = Method.RTN  # nothing to look at a text for
-        calibrated = method is not Method.RTN
-        hidden = self._start() if calibrated and first < len(self.layers) else []
+        calibrated = method in LOOKING
+        hidden = HiddenStates(self.program, self.layers)
+        if calibrated and first < len(self.layers):
+            assert self.samples is not None
+            hidden.begin(self.before, self.samples, self._embedding)
         for index, layer in enumerate(self.layers):
-            weights = _Weights(self.path, self.weights, layer)
+            weights = LayerWeights(self.path, self.weights, layer)
             if index < first:
                 result = state.load(index)  # a damaged one is better known now than at the end
                 self.starved.append(len(result.starved))
                 if hidden:
                     if method is Method.GPTQ:
                         weights.become(result)
-                    self._follow(hidden, layer, weights)
+                    hidden.follow(layer, weights)
                 progress(Report(index, len(self.layers), "", None, last=True))
                 continue
-            work = {Method.RTN: self._rtn, Method.GPTQ: self._gptq, Method.AWQ: self._awq}
+            work = {Method.GPTQ: self._gptq, Method.AWQ: self._awq}.get(method, self._each)
             tell = _Teller(progress, index, len(self.layers))
             with np.errstate(all="ignore"):  # what is not finite is named where it appears
-                result = work[method](hidden, layer, weights, tell)
+                result = work(hidden, layer, weights, tell)
             state.save(index, result)
             self.starved.append(len(result.starved))
             tell.done()
 
     # ── Methods ─────────────────────────────────────────────────────────────────────────────────
 
-    def _rtn(
-        self, hidden: list[Values], layer: LayerOps, weights: _Weights, tell: _Teller
+    def _each(
+        self, hidden: HiddenStates, layer: LayerOps, weights: LayerWeights, tell: _Teller
     ) -> LayerResult:
         result = LayerResult.empty()
         for role in self._rounded(layer.matrices):
             with self._naming(role):
-                result.matrices[role] = nearest(self.recipe.scheme, weights[role])
+                result.matrices[role] = round_each(self.recipe, role, weights[role])
             tell(role, None)
         return result
 
@@ -210,7 +235,7 @@ class Quantizer:
         return [role for role in roles if role not in self.recipe.kept]
 
     def _gptq(
-        self, hidden: list[Values], layer: LayerOps, weights: _Weights, tell: _Teller
+        self, hidden: HiddenStates, layer: LayerOps, weights: LayerWeights, tell: _Teller
     ) -> LayerResult:
         result = LayerResult.empty()
         recipe = self.recipe
@@ -245,7 +270,7 @@ class Quantizer:
         return result
 
     def _awq(
-        self, hidden: list[Values], layer: LayerOps, weights: _Weights, tell: _Teller
+        self, hidden: HiddenStates, layer: LayerOps, weights: LayerWeights, tell: _Teller
     ) -> LayerResult:
         result = LayerResult.empty()
         inputs = self._inputs(hidden, layer, weights, result)
@@ -262,7 +287,7 @@ class Quantizer:
 
     def _inputs(
         self,
-        hidden: list[Values],
+        hidden: HiddenStates,
         layer: LayerOps,
         weights: Mapping[str, Float32],
         result: LayerResult,
@@ -275,7 +300,7 @@ class Quantizer:
         """
         done, everyone, starved = 0, dict[str, Moments](), set[int]()
         for shared in layer.inputs:
-            self._advance(hidden, layer, weights, done, shared.first)
+            hidden.advance(layer, weights, done, shared.first)
             done = shared.first
             moments = self._moments(hidden, shared)
             self._finite(moments, shared.roles[0])
@@ -286,76 +311,20 @@ class Quantizer:
             else:
                 starved.add(shared.expert)
                 yield shared, everyone.get(shared.x)
-        self._advance(hidden, layer, weights, done, len(layer.ops))
+        hidden.advance(layer, weights, done, len(layer.ops))
         result.starved.extend(sorted(starved))
 
-    def _moments(self, hidden: list[Values], shared: SharedInput) -> Moments:
-        inputs = self.program.weights[shared.roles[0]][1]
-        moments = Moments(inputs)
-        for values in hidden:
-            x = values[shared.x]
-            if shared.expert is not None:
-                experts = self.config.experts
-                assert experts is not None
-                chosen, rows = slots(x, values[shared.route], experts, inputs)
-                x = rows[chosen == shared.expert]
+    def _moments(self, hidden: HiddenStates, shared: SharedInput) -> Moments:
+        moments = Moments(self.program.weights[shared.roles[0]][1])
+        for x in hidden.inputs(shared, len(moments.second)):
             moments.add(x)
         return moments
 
-    def _advance(
-        self,
-        hidden: list[Values],
-        layer: LayerOps,
-        weights: Mapping[str, Float32],
-        start: int,
-        end: int,
-    ) -> None:
-        if start < end:
-            for values in hidden:
-                self._run(layer.ops[start:end], weights, values, layer.ops[end:])
-
-    # ── Hidden states ───────────────────────────────────────────────────────────────────────────
-
-    def _start(self) -> list[Values]:
-        """The samples, embedded, some sequences at a time."""
-        assert self.samples is not None
-        count = max(1, CHUNK // self.samples.shape[1])
-        used, samples = np.unique(self.samples, return_inverse=True)
-        weights = {role: self._embedding(role, used) for op in self.before for role in roles(op)}
-        chunks = []
-        for start in range(0, len(self.samples), count):
-            values: Values = {}
-            ids = samples.reshape(self.samples.shape)[start : start + count]
-            evaluate.run(self.before, self.config, weights, values, ids)
-            chunks.append(values)
-        return chunks
-
     def _embedding(self, role: str, rows: npt.NDArray[np.int32]) -> Float32:
         """Some of its rows, as they will be: later matrices make up for its errors, too."""
-        values = dequantize(_rows(self.weights[role], rows))
+        values = some_rows(self.weights[role], rows)
         scheme = self.recipe.of(role, values.shape)
         return values if scheme is None else nearest(scheme, values).values()
-
-    def _follow(
-        self, hidden: list[Values], layer: LayerOps, weights: Mapping[str, Float32]
-    ) -> None:
-        """All samples through a finished layer, stopping where quantizing it stops: the same
-        products in the same pieces give the same bits after an interruption."""
-        for a, b in pairwise([0, *(shared.first for shared in layer.inputs), len(layer.ops)]):
-            self._advance(hidden, layer, weights, a, b)
-
-    def _run(
-        self,
-        ops: tuple[Op, ...],
-        weights: Mapping[str, Float32],
-        values: Values,
-        rest: tuple[Op, ...],
-    ) -> None:
-        """Executes ``ops`` and keeps what the rest of the layer, or the next one, reads."""
-        evaluate.run(ops, self.config, weights, values)
-        wanted = live(rest, frozenset({"x"}))
-        for name in values.keys() - wanted:
-            del values[name]
 
     @contextmanager
     def _naming(self, role: str) -> Iterator[None]:
@@ -373,39 +342,6 @@ class Quantizer:
             )
 
 
-class _Weights(Mapping[str, Float32]):
-    """A layer's weights in fp32, made when asked for and kept; ``changed`` ones instead."""
-
-    def __init__(self, path: Path, stored: Mapping[str, Weight], layer: LayerOps) -> None:
-        self._path = path
-        self._stored = stored
-        self._layer = layer
-        self._kept: dict[str, Float32] = {}
-        self.changed: dict[str, Float32] = {}
-
-    def __getitem__(self, role: str) -> Float32:
-        if role in self.changed:
-            return self.changed[role]
-        if role not in self._kept:
-            weight = self._stored[role]
-            values = dequantize(weight)
-            if not np.isfinite(values).all():
-                raise QuantizeError(f"{self._path}: {weight.name}: has weights that are no numbers")
-            self._kept[role] = values
-        return self._kept[role]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layer.weights)
-
-    def __len__(self) -> int:
-        return len(self._layer.weights)
-
-    def become(self, result: LayerResult) -> None:
-        """What the layer has been rounded to."""
-        self.changed |= {role: matrix.values() for role, matrix in result.matrices.items()}
-        self.changed |= result.vectors
-
-
 class _Teller:
     def __init__(self, progress: Progress, layer: int, layers: int) -> None:
         self._progress = progress
@@ -417,12 +353,6 @@ class _Teller:
 
     def done(self) -> None:
         self._progress(self._report._replace(last=True))
-
-
-def _rows(weight: Weight, rows: npt.NDArray[np.int32]) -> Weight:
-    """A matrix of some of its rows."""
-    data = np.concatenate([weight.rows(row, row + 1) for row in rows.tolist()])
-    return weight._replace(shape=(len(rows), *weight.shape[1:]), source=data)
 
 
 def _plain(value: object) -> Any:

@@ -15,9 +15,12 @@ def row_order(config: ModelConfig, role: str, *, interleaved: bool) -> npt.NDArr
     None: as they are.
     """
     part = role.removesuffix(".bias").rpartition(".")[2]
-    if part not in ("attn_q", "attn_k") or config.layers[0].rope.interleaved == interleaved:
+    if part not in ("attn_q", "attn_k"):
         return None
-    kv_heads, head_dim = config.heads_of(config.layers[int(role.split(".")[1])])
+    layer = config.layers[int(role.split(".")[1])]
+    if not layer.rope.rotated or layer.rope.interleaved == interleaved:
+        return None
+    kv_heads, head_dim = config.heads_of(layer)
     heads = config.num_heads if part == "attn_q" else kv_heads
     rows = np.arange(heads * head_dim)
     halves = rows.reshape((heads, 2, -1) if interleaved else (heads, -1, 2))

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from octavo.models.config import Layer, LongRope, ModelConfig
+from octavo.models.config import Layer, LongRope, ModelConfig, Temperature
 
 _CLOSE = 1e-6  # relative: files have numbers in fp32
 
@@ -24,9 +24,15 @@ def difference(wanted: ModelConfig, found: ModelConfig) -> str | None:
                 for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
                     if wanted.heads_of(a) != found.heads_of(b) or a.shares != b.shares:
                         return f"the KV cache of layer {index} would differ"
+                    if _values_of(a) != _values_of(b):
+                        return f"the values of layer {index} would differ"
+                    if _width(wanted, a) != _width(found, b):
+                        return f"the feed-forward layer {index} would differ"
                     if not _same_layer(a, b):
                         return f"{_part(a, b)} of layer {index} would differ"
                 continue
+            case Temperature() if isinstance(theirs, Temperature):
+                same = ours.original == theirs.original and _close(ours.beta, theirs.beta)
             case float():
                 same = _close(ours, theirs)
             case _:
@@ -36,6 +42,14 @@ def difference(wanted: ModelConfig, found: ModelConfig) -> str | None:
     return None
 
 
+def _values_of(layer: Layer) -> bool:
+    return layer.shares is None and layer.keys_as_values
+
+
+def _width(config: ModelConfig, layer: Layer) -> int:
+    return layer.intermediate_size or config.intermediate_size
+
+
 def _close(a: float, b: float) -> bool:
     return abs(a - b) <= _CLOSE * abs(a)
 
@@ -43,6 +57,8 @@ def _close(a: float, b: float) -> bool:
 def _part(a: Layer, b: Layer) -> str:
     if a.window != b.window:
         return "the window"
+    if a.recurrence != b.recurrence:
+        return "the recurrence"
     return "the experts" if a.experts != b.experts else "the rotary positions"
 
 
@@ -59,7 +75,7 @@ def _same_layer(a: Layer, b: Layer) -> bool:
         and close
         and x.dim == y.dim
         and _same_by_length(x.by_length, y.by_length)
-        and (a.window, a.experts) == (b.window, b.experts)
+        and (a.window, a.experts, a.recurrence) == (b.window, b.experts, b.recurrence)
     )
 
 

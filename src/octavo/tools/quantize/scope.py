@@ -9,11 +9,13 @@ head, too (45535). llama.cpp and what builds on it read both in GGUF files.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
-from octavo.loader.base import Checkpoint
+from octavo.loader.base import Checkpoint, WeightFormat
 from octavo.tools.quantize.grid import Scheme
 from octavo.tools.quantize.layouts import Format, module_bytes, scheme_of
+from octavo.tools.quantize.mixes import BLOCK, Mix, block_scheme, mix_schemes
 from octavo.tools.quantize.quantizer import Method, Recipe
 
 EMBEDDING, HEAD = "token_embd", "output"
@@ -57,17 +59,44 @@ def ends(
     }
 
 
-def kept(checkpoint: Checkpoint, method: Method, format: Format, scheme: Scheme) -> frozenset[str]:
+def kept(checkpoint: Checkpoint, recipe: Recipe, format: Format) -> frozenset[str]:
     """Matrices of the layers that stay byte for byte. AWQ scales what lies between them, so none
     does."""
-    recipe = Recipe(method, scheme)
     return frozenset(
         role
         for role, weight in checkpoint.weights.items()
-        if method is not Method.AWQ
-        and recipe.of(role, weight.shape)
+        if role.startswith("layers.")
+        and recipe.method is not Method.AWQ
+        and (scheme := recipe.of(role, weight.shape))
         and _stays(checkpoint, format, scheme, role)
     )
+
+
+def mixed(checkpoint: Checkpoint, method: Method, mix: Mix, bits: int | None = None) -> Recipe:
+    """How the matrices of a mix are rounded. ``bits`` are those of embedding and head: 4, 5, 6 or 8
+    in place of the mix's, or 16."""
+    schemes = mix_schemes(checkpoint, mix)
+    at_ends = {role: schemes.pop(role) for role in (EMBEDDING, HEAD) if role in schemes}
+    if bits is not None:
+        named = {4: "Q4_K", 5: "Q5_K", 6: "Q6_K", 8: "Q8_0"}
+        at_ends = {
+            role: block_scheme(WeightFormat[named[bits]], checkpoint.weights[role].shape[1])
+            for role in at_ends
+            if bits != STAY
+        }
+    at_ends = {
+        role: scheme
+        for role, scheme in at_ends.items()
+        if not _stays(checkpoint, Format.GGUF, scheme, role)
+    }
+    recipe = Recipe(
+        method,
+        block_scheme(mix.base, BLOCK),
+        ends=at_ends,
+        schemes=schemes,
+        mix=mix,
+    )
+    return replace(recipe, kept=kept(checkpoint, recipe, Format.GGUF))
 
 
 def large(checkpoint: Checkpoint) -> bool:

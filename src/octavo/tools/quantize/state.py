@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from octavo.loader.base import CheckpointError
+from octavo.loader.base import CheckpointError, WeightFormat
 from octavo.tools.quantize.grid import Float32, Quantized, Scheme
+from octavo.tools.quantize.k_quants import GgmlBlocks
 
 STATE = "state.json"
 _LAYERS = "layer-*.npz"
@@ -42,7 +43,7 @@ class LayerResult(NamedTuple):
     """A layer's matrices by role, the vectors (and routers) that changed with them, and the experts
     that saw too little of the calibration text."""
 
-    matrices: dict[str, Quantized]
+    matrices: dict[str, Quantized | GgmlBlocks]
     vectors: dict[str, Float32]
     starved: list[int]
 
@@ -111,6 +112,9 @@ class State:
     def save(self, layer: int, result: LayerResult) -> None:
         arrays: dict[str, npt.NDArray[Any]] = {}
         for role, matrix in result.matrices.items():
+            if isinstance(matrix, GgmlBlocks):
+                arrays[f"{role}|{matrix.format.name}"] = matrix.data
+                continue
             arrays[f"{role}|codes"] = _pack(matrix.codes) if self._nibbles else matrix.codes
             for name in ("step", "zero", "low", "group_of"):
                 value = getattr(matrix, name)
@@ -158,6 +162,10 @@ class State:
         for role, part in parts.items():
             if "vector" in part:
                 result.vectors[role] = part["vector"]
+                continue
+            if "codes" not in part:
+                ((format, data),) = part.items()
+                result.matrices[role] = GgmlBlocks(WeightFormat[format], data)
                 continue
             codes = _unpack(part["codes"]) if self._nibbles else part["codes"]
             result.matrices[role] = Quantized(

@@ -1,0 +1,208 @@
+"""Qwen 3.5 (Qwen Team, 2026): gated delta nets (Yang et al., 2025) in place of most attention.
+
+In such a layer a short convolution goes over queries, keys and values; the result of each value
+head is normalised and gated. The other layers are Qwen3's with rotary positions on a part of each
+head, and with a gate on what attention finds. Norms' weights are stored less one, but for those of
+the delta net.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from octavo.models.build import Builder
+from octavo.models.config import Activation, Layer, ModelConfig
+from octavo.models.family import (
+    ATTENTION,
+    FFN,
+    LOG_OF_NEGATIVE,
+    Family,
+    Gather,
+    IntArray,
+    RecurrentLayers,
+)
+from octavo.models.hf_type import FULL, HfType, HfWrapper, Rule, layers
+from octavo.models.program import Activate, GatedActivation, Program
+from octavo.models.recurrence import DecayGate, GatedDelta
+from octavo.models.recurrence_shape import DeltaShape
+from octavo.models.section import Section
+
+LINEAR = "linear_attention"  # the layer type
+
+
+def program(c: ModelConfig) -> Program:
+    b = Builder(c)
+    b.embed(c.embedding_scale)
+    for layer in b.layers():
+        b.norm("x", "attn_norm", "h")
+        if isinstance(layer.recurrence, DeltaShape):
+            delta_net(b, layer.recurrence)
+        else:
+            gated_attention(b, layer)
+        b.add()
+        b.norm("x", "post_attention_norm", "h")
+        if layer.shared_expert:
+            b.shared_expert("h", layer.shared_expert, gate=True)
+        b.feed_forward("h", layer.experts)
+        if layer.shared_expert:
+            b.add("shared")
+        b.add()
+    return b.head()
+
+
+def delta_net(b: Builder, shape: DeltaShape) -> None:
+    """Write down a gated delta net, from h to h."""
+    wide = shape.value_heads * shape.value_dim
+    b.widths |= {"mixed": shape.channels, "z": wide, "delta": wide}
+    b.widths |= dict.fromkeys(("beta", "decay"), shape.value_heads)
+    b.linear("h", "attn_qkv", "mixed")
+    b.linear("h", "attn_gate", "z")
+    b.linear("h", "ssm_beta", "beta")
+    b.linear("h", "ssm_alpha", "decay")
+    b.append(Activate("beta", "beta", Activation.SIGMOID))
+    b.append(DecayGate("decay", b.role("ssm_dt.bias"), b.role("ssm_a"), "decay"))
+    weight = b.role("ssm_conv1d")
+    b.append(GatedDelta("mixed", "decay", "beta", weight, "delta", b.index, shape))
+    b.norm("delta", "ssm_norm", "delta", shape.value_dim)
+    b.append(GatedActivation("z", "delta", "delta", Activation.SILU))
+    b.linear("delta", "ssm_out", "h")
+
+
+def gated_attention(b: Builder, layer: Layer) -> None:
+    """Write down attention with a gate on its result, from h to h."""
+    b.widths["q_gate"] = b.widths["q"]
+    b.project_qkv("h", layer)
+    b.linear("h", "attn_q_gate", "q_gate")
+    b.norm_qk(layer, by_head=True)
+    b.attend(layer, gate="q_gate")
+
+
+def _queries_and_gates(c: ModelConfig) -> dict[str, IntArray]:
+    """Return the rows of queries and gates, which alternate head by head."""
+    rows = np.arange(2 * c.num_heads * c.head_dim).reshape(c.num_heads, 2, c.head_dim)
+    return {"attn_q": rows[:, 0].reshape(-1), "attn_q_gate": rows[:, 1].reshape(-1)}
+
+
+def layer_types(values: Section) -> list[str]:
+    period = values.count("full_attention_interval", 4)
+    return [FULL if (index + 1) % period == 0 else LINEAR for index in layers(values)]
+
+
+def delta_shape(count: Callable[[str], int], *, tiled: bool) -> DeltaShape:
+    """Return the shape that a GGUF file states."""
+    value_heads = count("ssm.time_step_rank")
+    return DeltaShape(
+        key_heads=count("ssm.group_count"),
+        value_heads=value_heads,
+        key_dim=count("ssm.state_size"),
+        value_dim=count("ssm.inner_size") // value_heads,
+        taps=count("ssm.conv_kernel"),
+        tiled=tiled,
+    )
+
+
+DELTA_NET = RecurrentLayers(
+    layer_type=LINEAR,
+    hf=lambda count: DeltaShape(
+        key_heads=count("linear_num_key_heads"),
+        value_heads=count("linear_num_value_heads"),
+        key_dim=count("linear_key_head_dim"),
+        value_dim=count("linear_value_head_dim"),
+        taps=count("linear_conv_kernel_dim"),
+        tiled=False,
+    ),
+    gguf=lambda count: delta_shape(
+        count, tiled=count("ssm.time_step_rank") > count("ssm.group_count")
+    ),
+    hf_keys=lambda shape: {
+        "linear_num_key_heads": shape.key_heads,
+        "linear_num_value_heads": shape.value_heads,
+        "linear_key_head_dim": shape.key_dim,
+        "linear_value_head_dim": shape.value_dim,
+        "linear_conv_kernel_dim": shape.taps,
+    },
+    gguf_keys=lambda shape: {
+        "ssm.group_count": shape.key_heads,
+        "ssm.time_step_rank": shape.value_heads,
+        "ssm.state_size": shape.key_dim,
+        "ssm.inner_size": shape.value_heads * shape.value_dim,
+        "ssm.conv_kernel": shape.taps,
+    },
+    period=4,
+)
+QUERIES_AND_GATES = Gather(
+    "self_attn.q_proj", "attn_q", ("attn_q", "attn_q_gate"), _queries_and_gates
+)
+MODULES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+BARE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+BIAS_KEYS = {"attention_bias": ATTENTION | {"attn_q_gate"}, "mlp_bias": FFN}
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "layer_types": None,
+    "eos_token_id": None,
+}
+COMPUTED = {"layer_types": Rule("attention in every full_attention_interval-th", layer_types)}
+FAMILY = Family(
+    name="qwen35",
+    title="Qwen 3.5",
+    note="dense, text only: a vision tower is passed over, and so are layers that only draft",
+    program=program,
+    recurrent=DELTA_NET,
+    modules=MODULES,
+    bare=BARE,
+    forms={"ssm_a": LOG_OF_NEGATIVE},
+    gathers=(QUERIES_AND_GATES,),
+    hf=(
+        HfType(
+            model_type="qwen3_5_text",
+            classes="Qwen3_5Text",
+            causal_lm="Qwen3_5ForCausalLM",
+            tokenizer="Qwen3_5Tokenizer",
+            defaults=DEFAULTS,
+            computed=COMPUTED,
+            partial_rotary=0.25,
+        ),
+    ),
+    wrappers=(
+        HfWrapper(
+            model_type="qwen3_5",
+            classes="Qwen3_5",
+            texts=("qwen3_5_text",),
+            tied=False,
+            tokenizer="Qwen3_5Tokenizer",
+        ),
+    ),
+    ignored=("visual.",),
+    drafting="mtp.",
+    bias_keys=BIAS_KEYS,
+    norm_offset=1.0,
+    whole_norms=frozenset({"ssm_norm"}),
+)

@@ -317,7 +317,7 @@ class _Reader:
             self.count("num_experts_per_tok"),
             self.count(size),
             self.section.flag("norm_topk_prob") if self.has("norm_topk_prob") else True,
-            **self.family.experts | self.options_of_experts(),
+            **{**self.family.experts, **self.options_of_experts()},
         )
         first = 0
         if self.has("num_dense_layers"):

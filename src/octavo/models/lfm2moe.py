@@ -1,4 +1,4 @@
-"""LFM2 with experts (Liquid AI, 2025): LFM2 with sparse feed-forward layers behind a few dense ones.
+"""LFM2 with experts (Liquid AI, 2025): LFM2 with sparse feed-forward layers behind dense ones.
 
 An expert's share is the sigmoid of the router's logit; a bias moves the choice, not the shares.
 """

@@ -33,7 +33,7 @@ from octavo.models.rope import yarn_factors, yarn_magnitude
 KV = ("attn_k", "attn_v")
 PROJECTIONS = (
     *("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
-    "ffn_gate_inp",
+    *("ffn_gate_inp", "ssm_conv1d"),
 )
 # Keys that may have a number for each layer, where llama.cpp takes one for all, too.
 KV_HEADS = "attention.head_count_kv"
@@ -156,6 +156,7 @@ class _Reader:
     def shared_expert(self) -> int:
         """The width of the expert that every token goes to, or 0."""
         key = self.family.shared_expert_size
+        self.used.add(key)
         return self.positive(key) if key and self.experts is not None else 0
 
     def biases(self, num_layers: int) -> frozenset[str]:
@@ -197,6 +198,9 @@ class _Reader:
             layers = (far,) * count
         else:
             layers = self.windowed_layers(count, far, head_dim, self.family.windows)
+        switch = self.family.rotary_switch
+        if switch and not self.file.get(self.prefix + switch, bool, True):
+            return tuple(replace(layer, rope=UNROTATED) for layer in layers)
         if self.family.rotates_windows:
             return tuple(
                 replace(layer, rope=layer.rope if layer.window else UNROTATED) for layer in layers

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +80,7 @@ MODELS: dict[str, Callable[[], Checkpoint]] = {
     "lfm2 BF16": lambda: tiny.checkpoint(tiny.config("lfm2"), WeightFormat.BF16),
     "lfm2 Q4_0": lambda: tiny.checkpoint(tiny.config("lfm2"), WeightFormat.Q4_0),
     "lfm2moe Q8_0": lambda: tiny.checkpoint(tiny.config("lfm2moe"), WeightFormat.Q8_0),
+    "granitehybrid F16": lambda: tiny.checkpoint(tiny.config("granitehybrid"), WeightFormat.F16),
     "gemma4 E, Q8_0": lambda: tiny.checkpoint(tiny.gemma4("e"), WeightFormat.Q8_0),
     "gemma4 F16, experts": lambda: tiny.checkpoint(tiny.gemma4("experts"), WeightFormat.F16),
     "gemma4 Q4_0, keys as values": lambda: tiny.checkpoint(tiny.gemma4("keys"), WeightFormat.Q4_0),
@@ -382,15 +383,14 @@ def drawn_params(rng: random.Random, vocab: int, tight: bool) -> SamplingParams:
 
 
 def drawn_setting(
-    rng: random.Random, layout_of: Callable[[int], KvLayout], longest: int
+    rng: random.Random, layout_of: Callable[[int, KvDtype], KvLayout], longest: int
 ) -> Setting:
     max_num_seqs = rng.choice((4, 5, 8, 32))
-    block_size = rng.choice((16, 16, 32))
-    smallest = peak_blocks(layout_of(block_size), longest)
-    return Setting(
-        threads=rng.choice((1, 2)),
+    block_size, threads = rng.choice((16, 16, 32)), rng.choice((1, 2))
+    times = rng.choice((1.0, 1.3, 2.0, 4.0, 10.0))
+    setting = Setting(
+        threads=threads,
         block_size=block_size,
-        num_blocks=int(smallest * rng.choice((1.0, 1.3, 2.0, 4.0, 10.0))),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 5, 16, 33, 100, 512)),
         enable_prefix_caching=rng.random() < 0.8,
@@ -399,6 +399,8 @@ def drawn_setting(
         isa=rng.choice((None, None, None, "generic")),
         logits_slice=rng.choice((None, None, 8, 16)),
     )
+    smallest = smallest_pool(layout_of(block_size, setting.kv_dtype), setting)
+    return replace(setting, num_blocks=int(smallest * times))
 
 
 def check_case(
@@ -412,7 +414,8 @@ def check_case(
     """One drawn case. ``branches``: with drafts that have some, and room for them."""
     rng = random.Random(seed)
     vocab = checkpoint.config.vocab_size
-    setting = drawn_setting(rng, lambda size: KvLayout.of(checkpoint.config, size), longest)
+    layout_of = partial(KvLayout.of, checkpoint.config)
+    setting = drawn_setting(rng, layout_of, longest)
     guess = random.Random(seed)
     setting = replace(
         setting,

@@ -25,7 +25,7 @@ from octavo.models.config import (
     share_caches,
 )
 from octavo.models.program import Program
-from octavo.models.recurrence_shape import ShortConvShape
+from octavo.models.recurrence_shape import MambaShape, ShortConvShape
 
 Floats = npt.NDArray[np.float64]
 
@@ -40,7 +40,7 @@ SPARSE = ("mixtral", "qwen3moe")
 
 def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) -> ModelConfig:
     """Two query heads a KV head, three layers; gemma3 has a window of 20 on two of them, and lfm2
-    convolutions in place of attention. Sparse families have ``experts`` in all.
+    and granitehybrid recurrences in place of attention. Sparse families have ``experts`` in all.
     """
     rope = Rope(theta=10000.0, dim=changes.get("head_dim", 16), interleaved=family == "llama")
     values: dict[str, Any] = {
@@ -67,6 +67,11 @@ def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) ->
         own = Experts(6, 2, 64, True, "sigmoid", normalize_eps=1e-6, selection_bias=True)
         dense, *sparse = values["layers"]
         values["layers"] = dense, *(replace(layer, experts=own) for layer in sparse)
+    if family == "granitehybrid":  # a state of five pages of 16 tokens
+        mamba = Layer(UNROTATED, recurrence=MambaShape(4, 12, 16, 2, 4))
+        layers = (mamba, Layer(UNROTATED), mamba)
+        values["residual_scale"] = 0.22
+        values["layers"] = tuple(replace(each, experts=experts, shared_expert=96) for each in layers)
     if family == "gemma3":
         far = Rope(theta=1e6, dim=rope.dim, interleaved=False, scale=0.125)
         values |= {
@@ -326,6 +331,7 @@ def checkpoint(
             stored = format
         else:
             middle = 0.0 if role.endswith(".bias") else 1.0
+            middle = -1.0 if role.endswith("ssm_a") else middle  # a state decays
             values = rng.normal(middle, 0.2, shape).astype(np.float32)
             stored = WeightFormat.F32
         group = FP8_GROUP if stored is WeightFormat.E4M3 else 0

@@ -624,8 +624,9 @@ def granitehybrid(sizes: dict[str, Any]) -> Tiny:
     mamba, full = "mamba", "attention"  # as published
     own = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 4}
     own["layer_types"][1] = FULL
-    own |= {"mamba_n_heads": 4, "mamba_d_state": 16, "num_local_experts": 6}
-    own |= {"num_experts_per_tok": 2, "intermediate_size": 20, "shared_intermediate_size": 40}
+    own |= {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16}
+    own |= {"num_local_experts": 6, "num_experts_per_tok": 2}
+    own |= {"intermediate_size": 20, "shared_intermediate_size": 40}
     own |= {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
     own |= {"attention_multiplier": 0.2, "logits_scaling": 6.0}
     dense = {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 40}
@@ -647,7 +648,7 @@ def granitehybrid(sizes: dict[str, Any]) -> Tiny:
             "dense": case(**dense),
             "one-expert": case(num_experts_per_tok=1),
             "all-experts": case(num_experts_per_tok=6, shared_intermediate_size=24),
-            "groups": case(mamba_n_groups=2, mamba_n_heads=8, mamba_d_head=8),
+            "one-group": case(mamba_n_groups=1, mamba_n_heads=8, mamba_d_head=8),
             "a-group-each": case(mamba, full, mamba_n_groups=4, mamba_d_state=10, **dense),
             "all-but-one": case(mamba, mamba, mamba, full, **dense),
             "attention-first": case(full, mamba, full, mamba_d_conv=2, rms_norm_eps=1e-3),
@@ -664,7 +665,7 @@ def granitehybrid(sizes: dict[str, Any]) -> Tiny:
             "head-dim": Case({"head_dim": 12, "residual_multiplier": 1.0}),
             "odd": case(
                 mamba, full, mamba, hidden_size=40, num_attention_heads=5, num_key_value_heads=1,
-                mamba_n_heads=5, mamba_d_head=16, mamba_d_state=24, intermediate_size=12,
+                mamba_n_heads=5, mamba_n_groups=1, mamba_d_state=24, intermediate_size=12,
                 num_local_experts=7, num_experts_per_tok=3, shared_intermediate_size=36,
             ),
         },

@@ -147,7 +147,7 @@ def _by_role(
         elif roles and len(rows) == len(roles) and weight.shape[0] == sum(rows):
             found = dict(zip(roles, weight.split(rows), strict=True))
         else:
-            if weight.shape == matrices.get(part):
+            if key in shapes and weight.shape == matrices.get(part):
                 weight = weight._replace(shape=shapes[key])
             found = {key: weight}
         if twice := sorted(found.keys() & weights.keys()):

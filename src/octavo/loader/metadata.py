@@ -250,6 +250,9 @@ class _Reader:
         if not self.recurrent:
             return list(layers)
         shape = recurrent.gguf(self.positive)
+        for key, value in recurrent.gguf_keys(shape).items():
+            if self.positive(key) != value:
+                self.fail(key, f"contradicts the others, which make it {value}")
         return [
             replace(layer, recurrence=shape) if flag else layer
             for layer, flag in zip(layers, flags, strict=True)

@@ -144,7 +144,8 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
         shape = next((each.recurrence for each in c.layers if each.recurrence is not None), None)
         found |= {} if shape is None else family.recurrent.gguf_keys(shape)
     if family.rotary_switch:
-        found[family.rotary_switch] = any(layer.rope.rotated for layer in c.layers)
+        found[family.rotary_switch] = bool(rope.rotated)
+        found["rope.dimension_count"] = rope.rotated or c.head_dim  # which readers want in any case
     if c.experts is not None:
         found |= _experts(c, c.experts)
     return found

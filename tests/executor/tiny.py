@@ -71,7 +71,8 @@ def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) ->
         mamba = Layer(UNROTATED, recurrence=MambaShape(4, 12, 16, 2, 4))
         layers = (mamba, Layer(UNROTATED), mamba)
         values["residual_scale"] = 0.22
-        values["layers"] = tuple(replace(each, experts=experts, shared_expert=96) for each in layers)
+        own = {"experts": experts, "shared_expert": 96}
+        values["layers"] = tuple(replace(each, **own) for each in layers)
     if family == "gemma3":
         far = Rope(theta=1e6, dim=rope.dim, interleaved=False, scale=0.125)
         values |= {

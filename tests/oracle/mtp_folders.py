@@ -18,6 +18,15 @@ MTP = ORACLE / "mtp"
 NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # of families
 LIKE = "model.layers.1."  # the layer with attention
 SEED = 7
+KEYS: dict[str, Any] = {
+    "mtp_num_hidden_layers": 1,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],  # llama.cpp cannot do without
+    },
+}
 AROUND: Around = {
     "norm.weight": (0.0, 0.2),
     "norm_embedding.weight": (0.0, 0.2),
@@ -54,7 +63,7 @@ def mtp_weights(name: str) -> dict[str, Float32]:
 
 def mtp_folder(name: str, path: Path, changes: dict[str, Any] | None = None) -> Path:
     """``changes``: to its config.json."""
-    known = {} if name == "qwen3_next" else {"mtp_num_hidden_layers": 1}  # which has no such key
+    known = {} if name == "qwen3_next" else KEYS  # whose files have neither
     folder(name, path, known | (changes or {}))
     file = path / "model.safetensors"
     save_file(load_file(file) | mtp_weights(name), file, {"format": "pt"})

@@ -43,7 +43,7 @@ def record(name: str, driver: Path) -> None:
         subprocess.run(
             [driver, target, str(DRAFTS), out, *map(str, ids.tolist())],
             check=True,
-            capture_output=True,
+            stderr=subprocess.DEVNULL,
         )
         logits = np.fromfile(out, np.float32).reshape(TOKENS + DRAFTS - 1, VOCAB)
     path = MTP / f"{name}.npz"

@@ -82,6 +82,7 @@ MODELS: dict[str, Callable[[], Checkpoint]] = {
     "lfm2 BF16": lambda: tiny.checkpoint(tiny.config("lfm2"), WeightFormat.BF16),
     "lfm2 Q4_0": lambda: tiny.checkpoint(tiny.config("lfm2"), WeightFormat.Q4_0),
     "qwen35 Q8_0": lambda: tiny.checkpoint(tiny.config("qwen35"), WeightFormat.Q8_0),
+    "lfm2moe Q8_0": lambda: tiny.checkpoint(tiny.config("lfm2moe"), WeightFormat.Q8_0),
     "gemma4 E, Q8_0": lambda: tiny.checkpoint(tiny.gemma4("e"), WeightFormat.Q8_0),
     "gemma4 F16, experts": lambda: tiny.checkpoint(tiny.gemma4("experts"), WeightFormat.F16),
     "gemma4 Q4_0, keys as values": lambda: tiny.checkpoint(tiny.gemma4("keys"), WeightFormat.Q4_0),
@@ -446,9 +447,10 @@ def check_case(
         setting = replace(setting, host_blocks=host_blocks, disk=disk, remote=remote)
     setting = replace(setting, state_snapshots=guess.choice((0.0, 0.1, 0.5, 1.0)))
     tight = rng.random() < 0.4  # short prompts, long outputs, few blocks: preemptions
-    if tight:
-        layout = KvLayout.of(checkpoint.config, setting.block_size, setting.kv_dtype)
-        setting = replace(setting, num_blocks=smallest_pool(layout, setting))
+    layout = KvLayout.of(checkpoint.config, setting.block_size, setting.kv_dtype)
+    smallest = smallest_pool(layout, setting)
+    blocks = smallest if tight else max(setting.num_blocks or 0, smallest)
+    setting = replace(setting, num_blocks=blocks)
     texts = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(3)]
     requests = []
     for index in range(rng.choice((1, 2, 5, 12, 32))):

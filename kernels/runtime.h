@@ -175,10 +175,10 @@ struct CombineStep {
     Value out;
     int64_t width;
 };
-using RowStep = std::variant<EmbedStep, InputStep, FunctionStep, PrepareStep, AngleStep,
-                             RopeStoreStep, RotateStep, ScaleByPositionStep, GatherStep, ConcatStep,
-                             KeepStep, GateStep, RouteStep, SpreadStep, PrepareEachStep,
-                             CombineStep>;
+using RowStep =
+    std::variant<EmbedStep, InputStep, FunctionStep, PrepareStep, AngleStep, RopeStoreStep,
+                 RotateStep, ScaleByPositionStep, GatherStep, ConcatStep, KeepStep, GateStep,
+                 RouteStep, SpreadStep, PrepareEachStep, CombineStep>;
 
 // Regions: each begins when the one before is done.
 struct RowsRegion {

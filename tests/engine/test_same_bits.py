@@ -278,9 +278,7 @@ def smallest_pool(layout: KvLayout, setting: Setting) -> int:
 def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, Recorder]]:
     compute = program(checkpoint.config)
     own_mtp = setting.drafter == "mtp"
-    layout = KvLayout.of(
-        checkpoint.config, setting.block_size, setting.kv_dtype, mtp=own_mtp
-    )
+    layout = KvLayout.of(checkpoint.config, setting.block_size, setting.kv_dtype, mtp=own_mtp)
     num_blocks = setting.num_blocks or 4 * smallest_pool(layout, setting)
     limits = SchedulerConfig(
         max_model_len=setting.max_model_len,

@@ -64,9 +64,12 @@ def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) ->
     if family in ("lfm2", "lfm2moe"):  # a state of two pages of 16 tokens
         conv = Layer(UNROTATED, recurrence=ShortConvShape(64, 7))
         values["layers"] = (conv, Layer(rope), conv)
-    if family == "qwen35":  # a state of five pages of 16 tokens
+    if family in ("qwen35", "qwen35moe"):  # a state of five pages of 16 tokens
         net = Layer(rope, recurrence=DeltaShape(2, 4, 16, 16, 4, tiled=False))
         values |= {"layers": (net, Layer(rope), net), "mtp_layers": 1}
+    if family == "qwen35moe":
+        layers = (replace(each, experts=experts, shared_expert=80) for each in values["layers"])
+        values["layers"] = tuple(layers)
     if family == "lfm2moe":  # all but the first
         own = Experts(6, 2, 64, True, "sigmoid", normalize_eps=1e-6, selection_bias=True)
         dense, *sparse = values["layers"]
@@ -315,7 +318,9 @@ def checkpoint(
     all matrices of a width but V, and none for the embedding.
     """
     weights = _weights(families.program(config).weights, format, seed)
-    mtp = partial(_weights, families.mtp_shapes(config), format, seed) if config.mtp_layers else dict
+    mtp = (
+        partial(_weights, families.mtp_shapes(config), format, seed) if config.mtp_layers else dict
+    )
     path, tokenizer = Path("tiny"), cast(Tokenizer, None)
     return Checkpoint(path, config, weights, tokenizer, None, mtp_weights=mtp)
 

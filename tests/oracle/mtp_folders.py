@@ -1,5 +1,5 @@
-"""Recorded tiny models with a layer for multi-token prediction, as the folders and files that Octavo
-loads. `record_mtp.py` records them.
+"""The recorded tiny models with a layer for multi-token prediction (mtp/), as the folders and files
+that Octavo loads.
 """
 
 import json
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
 from oracle.drawn_configs import Around, make_weights
-from oracle.tiny_folders import FAMILIES, Float32, folder, rebuilt_gguf, weights
+from oracle.tiny_folders import Float32, folder, rebuilt_gguf, weights
 from paths import ORACLE
 
 MTP = ORACLE / "mtp"

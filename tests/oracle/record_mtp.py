@@ -3,8 +3,8 @@
 Run by hand, in the environment of record_families.py, with llama.cpp's source and what
 draft_mtp.cpp was built to:
 
-    g++ -std=c++17 -I SOURCE/include -I SOURCE/src -I SOURCE/ggml/include draft_mtp.cpp -L LIBRARIES \\
-        -lllama -lggml -lggml-base -o DRIVER
+    g++ -std=c++17 -I SOURCE/include -I SOURCE/src -I SOURCE/ggml/include draft_mtp.cpp \\
+        -L LIBRARIES -lllama -lggml -lggml-base -o DRIVER
     python tests/oracle/record_mtp.py --llama-cpp SOURCE --driver DRIVER [NAME ...]
 
 A model is the base of families/NAME with one such layer (mtp_folders.py). llama.cpp's converter

@@ -101,5 +101,3 @@ class House:
                 tokens.setdefault((delta.request_id, delta.choice), []).extend(delta.token_ids)
             self.engine.check_integrity()
         return tokens
-
-

@@ -36,7 +36,7 @@ def _beta_and_alpha(c: ModelConfig) -> dict[str, IntArray]:
 FAMILY = Family(
     name="qwen3next",
     title="Qwen3-Next",
-    note="sparse experts and a shared one; layers for multi-token prediction draft",
+    note="sparse experts and a shared one; a layer for multi-token prediction drafts",
     program=qwen35.program,
     mtp=qwen35.mtp_program,
     recurrent=qwen35.DELTA_NET._replace(

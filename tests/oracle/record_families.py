@@ -1245,8 +1245,10 @@ def logits(name: str, tiny: Tiny, seed: int) -> dict[str, npt.NDArray[Any]]:
 # --- GGUF ----------------------------------------------------------------------------------------
 
 
-def convert(folder: Path, target: Path) -> None:
-    """llama.cpp's own conversion, with a vocabulary of single characters."""
+def convert(folder: Path, target: Path, *, mtp: bool = False) -> None:
+    """llama.cpp's own conversion, with a vocabulary of single characters. ``mtp``: with layers for
+    multi-token prediction.
+    """
     import gguf
     from conversion import get_model_class  # of llama.cpp
     from conversion.base import ModelBase
@@ -1268,7 +1270,7 @@ def convert(folder: Path, target: Path) -> None:
         hparams["layer_types"] = [old[kind] for kind in hparams["layer_types"]]
     f32 = gguf.LlamaFileType.ALL_F32
     converter = get_model_class(hparams["architectures"][0])
-    converter.no_mtp = True  # no layers that only draft
+    converter.no_mtp = not mtp
     made = converter(folder, f32, target, hparams=hparams, model_name=folder.name)
     converter = getattr(made, "impl", made)  # one class chooses among several
     converter.set_vocab = set_vocab

@@ -137,6 +137,9 @@ class _Reader:
                 if refused(values.get(key)) and not self.has(key):
                     self.fail(f"{key} {values[key]!r:.80} is not supported")
         self.within = "text_config: " if wrapper else ""
+        self.mtp_layers = 0
+        if self.family.mtp is not None:  # the class has no such key
+            self.mtp_layers = Section(self.fail, file).count("mtp_num_hidden_layers", 0, least=0)
         self.values = completed(file, self.kind, self.fail, folder.note)
         self.section = Section(self.fail, self.values)
         others = _others(self.kind) & file.keys()
@@ -184,6 +187,7 @@ class _Reader:
             "temperature": self.temperature(),
             "biases": self.biases(),
             "sinks": self.family.sinks,
+            "mtp_layers": self.mtp_layers,
         }
         if self.family.embedding_root:
             values["embedding_scale"] = sqrt(self.hidden)

@@ -31,6 +31,7 @@ from octavo.models.refused import refusal
 from octavo.models.rope import yarn_factors, yarn_magnitude
 
 KV = ("attn_k", "attn_v")
+MTP = "nextn.eh_proj.weight"  # of every layer for multi-token prediction
 PROJECTIONS = (
     *("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
     *("ffn_gate_inp", "ssm_conv1d"),
@@ -67,9 +68,9 @@ class _Reader:
         file = self.file
         hidden = self.positive("embedding_length")
         heads = self.positive("attention.head_count")
-        # Those behind the model's own only draft.
-        drafting = self.positive("nextn_predict_layers", 0, least=0)
-        num_layers = self.positive("block_count", least=drafting + 1) - drafting
+        # Those behind the model's own, for multi-token prediction.
+        mtp_layers = self.positive("nextn_predict_layers", 0, least=0)
+        num_layers = self.positive("block_count", least=mtp_layers + 1) - mtp_layers
         if num_layers > MAX_LAYERS:
             self.fail("block_count", f"is above {MAX_LAYERS}")
         if not self.has("attention.key_length") and hidden % heads:
@@ -120,6 +121,8 @@ class _Reader:
                 ]
             ),
             "temperature": temperature,
+            # Some writers leave them out.
+            "mtp_layers": mtp_layers * (f"blk.{num_layers}.{MTP}" in file.tensors),
             "context_length": self.context,  # as the rotary scaling has it
             "biases": self.biases(num_layers),
         }

@@ -184,6 +184,8 @@ class Family:
     title: str  # for people
     note: str = ""  # the same
     program: Callable[[ModelConfig], Program]
+    # Of the layer for multi-token prediction, from hidden rows and tokens to logits, if it has any.
+    mtp: Callable[[ModelConfig], Program] | None = None
     eps: Key = RMS_EPS
     keys: tuple[Key, ...] = ()  # numbers that not all families have
     fixed: tuple[Fixed, ...] = ()
@@ -204,7 +206,6 @@ class Family:
     hf: tuple[HfType, ...]
     wrappers: tuple[HfWrapper, ...] = ()  # types of which such a model is a part
     ignored: tuple[str, ...] = ()  # prefixes of tensors that are passed over: see `TOWERS`
-    drafting: str = ""  # the prefix of tensors that only draft
     biases: frozenset[str] = frozenset()  # projections that have a bias whatever a file says
     # Keys that say whether projections have one.
     bias_keys: Mapping[str, frozenset[str]] = field(

@@ -229,6 +229,23 @@ def test_hidden_rows_are_what_logits_are_made_of(family: str, isa: str, slice: i
         tested.finish(sequence)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_hidden_rows_of_all_tokens(isa: str) -> None:
+    """Whichever of them want logits, which are as they were: none, in the midst of a prompt."""
+    config = tiny.config("gemma3")
+    some = driver(config, WeightFormat.Q8_0, isa, keep_hidden=True)
+    tested = driver(config, WeightFormat.Q8_0, isa, threads=2, all_hidden=True)
+    batch = some.batch([(some.start(TOKENS), 100)])
+    expected = some.executor.execute(batch)
+    assert expected.logits is not None
+    for wanted in np.array([], np.int32), np.array([3, 98], np.int32):
+        batch = tested.batch([(tested.start(TOKENS), 100)])
+        batch.logits_rows = wanted
+        result = tested.executor.execute(batch)
+        assert np.array_equal(result.hidden, expected.hidden)
+        assert np.array_equal(result.logits, expected.logits[wanted])
+
+
 def test_nobody_keeps_what_was_not_asked_for() -> None:
     tested = Driver(tiny.checkpoint(tiny.config()))
     assert tested.executor.execute(tested.batch([(tested.start([1, 2]), 2)])).hidden is None

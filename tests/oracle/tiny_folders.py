@@ -136,9 +136,15 @@ def transformed(values: Float32, how: int | str, shift: int) -> Float32:
 def gguf_file(name: str, label: str, path: Path) -> Path:
     """The file that llama.cpp's converter made, from its header and the folder's tensors."""
     with np.load(FAMILIES / name / "gguf.npz") as data:
-        tensors = json.loads(str(data["meta"]))[label]
-        content = bytearray(data[label].tobytes())
-    made = weights(name, label)
+        tensors, header = json.loads(str(data["meta"]))[label], data[label].tobytes()
+    return rebuilt_gguf(path, header, tensors, weights(name, label))
+
+
+def rebuilt_gguf(
+    path: Path, header: bytes, tensors: Sequence[Any], made: Mapping[str, Float32]
+) -> Path:
+    """A file from its header and, of each tensor, the offset and how it is made of others."""
+    content = bytearray(header)
     for offset, source, *how in tensors:
         if how:
             values = transformed(made[source], *how)

@@ -135,6 +135,9 @@ class _Reader:
                 if refused(values.get(key)) and not self.has(key):
                     self.fail(f"{key} {values[key]!r:.80} is not supported")
         self.within = "text_config: " if wrapper else ""
+        self.mtp_layers = 0
+        if self.family.mtp is not None:  # the class has no such key
+            self.mtp_layers = Section(self.fail, file).count("mtp_num_hidden_layers", 0, least=0)
         self.values = completed(file, self.kind, self.fail, folder.note)
         self.section = Section(self.fail, self.values)
         others = _others(self.kind) & file.keys()
@@ -182,6 +185,7 @@ class _Reader:
             "temperature": self.temperature(),
             "biases": self.biases(),
             "sinks": self.family.sinks,
+            "mtp_layers": self.mtp_layers,
         }
         if self.family.embedding_root:
             values["embedding_scale"] = sqrt(self.hidden)
@@ -317,16 +321,28 @@ class _Reader:
             self.count("num_experts_per_tok"),
             self.count(size),
             self.section.flag("norm_topk_prob") if self.has("norm_topk_prob") else True,
-            **self.family.experts,
+            **{**self.family.experts, **self.options_of_experts()},
         )
+        first = 0
+        if self.has("num_dense_layers"):
+            first = self.section.count("num_dense_layers", least=0)
         step = self.count("decoder_sparse_step") if self.has("decoder_sparse_step") else 1
         dense = self.values["mlp_only_layers"] if self.has("mlp_only_layers") else []
         if not isinstance(dense, list) or any(type(index) is not int for index in dense):
             self.fail("mlp_only_layers is not a list of integers")
         return [
-            None if index in dense or (index + 1) % step else experts
+            None if index < first or index in dense or (index + 1) % step else experts
             for index in range(self.num_layers)
         ]
+
+    def options_of_experts(self) -> dict[str, Any]:
+        """What a class may have in its own keys, by field."""
+        found: dict[str, Any] = {}
+        if self.has("use_expert_bias"):
+            found["selection_bias"] = self.section.flag("use_expert_bias")
+        if self.has("routed_scaling_factor"):
+            found["scale"] = self.section.positive("routed_scaling_factor")
+        return found
 
     def window(self) -> int | None:
         """``sliding_window``: null is none."""

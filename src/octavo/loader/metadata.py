@@ -31,6 +31,7 @@ from octavo.models.refused import refusal
 from octavo.models.rope import yarn_factors, yarn_magnitude
 
 KV = ("attn_k", "attn_v")
+MTP = "nextn.eh_proj.weight"  # of every layer for multi-token prediction
 PROJECTIONS = (
     *("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
     "ffn_gate_inp",
@@ -42,6 +43,7 @@ PER_LAYER = (
     "expert_feed_forward_length",
     "expert_used_count",
 )
+GATING = {"softmax": 1, "sigmoid": 2}  # by number: llama.cpp's
 UNROTATED_FACTOR = 1e30  # and more: what llama.cpp has for pairs that are not rotated
 LLAMA3_THETA, LLAMA3_CONTEXT = 500000.0, 8192  # of Llama 3, which 3.1 scales
 
@@ -59,15 +61,16 @@ class _Reader:
         self.file = file
         self.prefix = architecture + "."
         self.used: set[str] = set()
+        self.recurrent = False  # some layers are
         self.family, self.experts = self.family_of(ARCHITECTURES[architecture])
 
     def config(self) -> ModelConfig:
         file = self.file
         hidden = self.positive("embedding_length")
         heads = self.positive("attention.head_count")
-        # Those behind the model's own only draft.
-        drafting = self.positive("nextn_predict_layers", 0, least=0)
-        num_layers = self.positive("block_count", least=drafting + 1) - drafting
+        # Those behind the model's own, for multi-token prediction.
+        mtp_layers = self.positive("nextn_predict_layers", 0, least=0)
+        num_layers = self.positive("block_count", least=mtp_layers + 1) - mtp_layers
         if num_layers > MAX_LAYERS:
             self.fail("block_count", f"is above {MAX_LAYERS}")
         if not self.has("attention.key_length") and hidden % heads:
@@ -95,6 +98,7 @@ class _Reader:
         first = next((i for i, layer in enumerate(layers) if layer.window is not None), 0)
         kv_heads = self.each(KV_HEADS, num_layers, heads)
         widths = self.feed_forwards(num_layers)
+        dense = self.dense_layers()
         temperature = self.temperature()
         values |= {
             "num_kv_heads": kv_heads[first],
@@ -105,8 +109,8 @@ class _Reader:
                 [
                     replace(
                         layer,
-                        experts=self.experts,
-                        shared_expert=self.shared_expert(),
+                        experts=None if index < dense else self.experts,
+                        shared_expert=0 if index < dense else self.shared_expert(),
                         num_kv_heads=None if of_kv == kv_heads[first] else of_kv,
                         intermediate_size=None if width == widths[0] else width,
                         keys_as_values=self.keys_as_values(index),
@@ -117,6 +121,8 @@ class _Reader:
                 ]
             ),
             "temperature": temperature,
+            # Some writers leave them out.
+            "mtp_layers": mtp_layers * (f"blk.{num_layers}.{MTP}" in file.tensors),
             "context_length": self.context,  # as the rotary scaling has it
             "biases": self.biases(num_layers),
         }
@@ -144,6 +150,11 @@ class _Reader:
         """
         width = None if self.experts is None else self.experts.intermediate_size
         return self.each("feed_forward_length", count, width)
+
+    def dense_layers(self) -> int:
+        """How many layers come before the first that has experts."""
+        key = "leading_dense_block_count"
+        return self.positive(key, 0, least=0) if self.family.leading_dense else 0
 
     def shared_expert(self) -> int:
         """The width of the expert that every token goes to, or 0."""
@@ -176,7 +187,11 @@ class _Reader:
             return (dense or sparse)[0], None
         chosen = self.positive("expert_used_count")
         size = self.positive(sparse[0].expert_size)
-        return sparse[0], Experts(count, chosen, size, renormalize=True, **sparse[0].experts)
+        experts = Experts(count, chosen, size, renormalize=True, **sparse[0].experts)
+        key, gating = "expert_gating_func", GATING[experts.gating]
+        if self.positive(key, gating) != gating:
+            self.fail(key, f"is not supported, only {gating} ({experts.gating})")
+        return sparse[0], experts
 
     def layers(self, count: int, head_dim: int, wide: int) -> tuple[Layer, ...]:
         """The layers with their windows; those without have heads of ``wide`` elements."""
@@ -230,7 +245,8 @@ class _Reader:
         if recurrent is None:
             return list(layers)
         flags = self.recurrent_flags(len(layers), recurrent.period)
-        if not any(flags):
+        self.recurrent = any(flags)
+        if not self.recurrent:
             return list(layers)
         shape = recurrent.gguf(self.positive)
         return [
@@ -252,6 +268,7 @@ class _Reader:
                 self.fail(key, f"is not one bool for each of {count} layers")
             return [bool(flag) for flag in flags[:count]]
         if isinstance(heads, np.ndarray):
+            self.each(KV_HEADS, count)  # refuses what is not a number for each layer
             return [bool(number == 0) for number in heads[:count]]
         return [interval > 0 and (index + 1) % interval != 0 for index in range(count)]
 
@@ -453,5 +470,7 @@ class _Reader:
             if key == full or key in self.used or key in harmless:
                 continue
             if key in off and value == 0:
+                continue
+            if key.startswith(("ssm.", "shortconv.")) and not self.recurrent:  # of no layer
                 continue
             self.fail(key, "is not supported")

@@ -178,6 +178,8 @@ class Family:
     title: str  # for people
     note: str = ""  # the same
     program: Callable[[ModelConfig], Program]
+    # Of the layer for multi-token prediction, from hidden rows and tokens to logits, if it has any.
+    mtp: Callable[[ModelConfig], Program] | None = None
     eps: Key = RMS_EPS
     keys: tuple[Key, ...] = ()  # numbers that not all families have
     fixed: tuple[Fixed, ...] = ()
@@ -198,7 +200,6 @@ class Family:
     hf: tuple[HfType, ...]
     wrappers: tuple[HfWrapper, ...] = ()  # types of which such a model is a part
     ignored: tuple[str, ...] = ()  # prefixes of tensors that are passed over: see `TOWERS`
-    drafting: str = ""  # the prefix of tensors that only draft
     biases: frozenset[str] = frozenset()  # projections that have a bias whatever a file says
     # Keys that say whether projections have one.
     bias_keys: Mapping[str, frozenset[str]] = field(
@@ -223,6 +224,7 @@ class Family:
     unrotated_period: int = 0  # one layer in so many has no rotary positions; 0: none
     expert_size: str = ""  # the key of an expert's width: the family has experts
     also_dense: bool = False  # … or none
+    leading_dense: bool = False  # a key says how many layers have none before the first with any
     keys_as_values: bool = False  # layers without a projection to values take the keys' one
     shared_expert_size: str = ""  # the key of the shared expert's
     # The one size whose attention scale is 1/sqrt(hidden_size / heads), by its number of layers.

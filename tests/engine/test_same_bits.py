@@ -183,7 +183,10 @@ OF_SOME_MODELS: dict[str, Callable[[Target], ModelDrafter]] = {"mtp": mtp_layer}
 
 def fewer_layers(checkpoint: Checkpoint) -> Checkpoint:
     config = checkpoint.config
-    return replace(checkpoint, config=replace(config, layers=config.layers[:-1] or config.layers))
+    fewer = replace(config, layers=config.layers[:-1] or config.layers)
+    if config.per_layer_input:  # in one matrix for all layers
+        return tiny.checkpoint(fewer)
+    return replace(checkpoint, config=fewer)
 
 
 DRAFT_MODELS: dict[str | None, Callable[[Checkpoint], Checkpoint]] = {

@@ -177,7 +177,7 @@ def gemma4(kind: str) -> ModelConfig:
         embedding_scale=8.0,
         attention_scale=1.0,
         logits_softcap=30.0,
-        per_layer_input=24 if kind == "e" else 0,
+        per_layer_input=32 if kind == "e" else 0,
         layers=layers,
     )
 

@@ -525,4 +525,4 @@ def _others(kind: HfType) -> set[str]:
     """Keys that mean something for other model types, but not for this one."""
     known = {key for _, each in HF_TYPES.values() for key in each.defaults}
     own = {*kind.defaults, *kind.aliases, *kind.aliases.values()}
-    return known - own - {"head_dim", ORIGINAL}
+    return known - own - {"head_dim", ORIGINAL, "rope_parameters"}

@@ -168,7 +168,7 @@ def _experts(c: ModelConfig, experts: Experts) -> dict[str, Value]:
 
 def _each(numbers: list[int]) -> Value:
     """One number for all layers; one for each where they differ."""
-    return numbers[0] if len(set(numbers)) == 1 else np.array(numbers, np.uint32)
+    return numbers[0] if len(set(numbers)) == 1 else np.array(numbers, np.int32)
 
 
 def _head_dims(c: ModelConfig) -> dict[str, Value]:

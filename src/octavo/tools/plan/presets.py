@@ -193,6 +193,27 @@ def _olmo2(hidden: int, ffn: int, layers: int, heads: tuple[int, int]) -> Config
     return _shape("olmo2", hidden, ffn, layers, heads, 100352, 4096, 1e-6, False, 5e5)
 
 
+def _olmo3(hidden: int, ffn: int, layers: int, heads: tuple[int, int]) -> Config:
+    return _shape(
+        *("olmo3", hidden, ffn, layers, heads, 100278, 65536, 1e-6, False, 5e5),
+        sliding_window=4096,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    )
+
+
+def _ministral3(hidden: int, ffn: int, layers: int, *, tied: bool = False) -> Config:
+    return _shape(
+        *("ministral3", hidden, ffn, layers, (32, 8), 131072, 262144, 1e-5, tied, 1e6),
+        head_dim=128,
+    )
+
+
 def _qwen35(
     hidden: int,
     ffn: int,
@@ -309,11 +330,18 @@ PRESETS: dict[str, Config] = {
     "smollm2-135m": _smollm2(576, 1536, 30, (9, 3)),
     "smollm2-360m": _smollm2(960, 2560, 32, (15, 5)),
     "smollm2-1.7b": _smollm2(2048, 8192, 24, (32, 32), theta=130000.0),
+    "smollm3-3b": _shape(
+        *("smollm3", 2048, 11008, 36, (16, 4), 128256, 65536, 1e-6, True, 5e6),
+        no_rope_layer_interval=4,
+    ),
     "mistral-7b-v0.1": _mistral(4096, 14336, 32, 32000, 32768, 1e4, window=4096),
     "mistral-7b-v0.3": _mistral(4096, 14336, 32, 32768, 32768, 1e6),
     "mistral-nemo-12b": _mistral(5120, 14336, 40, 131072, 131072, 1e6),
     "mistral-small-24b": _mistral(5120, 32768, 40, 131072, 32768, 1e8),
     "mistral-small-3.2-24b": _mistral(5120, 32768, 40, 131072, 131072, 1e9),
+    "ministral-3-3b": _ministral3(3072, 9216, 26, tied=True),
+    "ministral-3-8b": _ministral3(4096, 14336, 34),
+    "ministral-3-14b": _ministral3(5120, 16384, 40),
     "mixtral-8x7b": _mixtral(4096, 14336, 32, (32, 8), 32000, 32768),
     "mixtral-8x22b": _mixtral(6144, 16384, 56, (48, 8), 32768, 65536),
     "qwen2.5-0.5b": _qwen25(896, 4864, 24, (14, 2)),
@@ -376,6 +404,23 @@ PRESETS: dict[str, Config] = {
     "olmo-2-7b": _olmo2(4096, 11008, 32, (32, 32)),
     "olmo-2-13b": _olmo2(5120, 13824, 40, (40, 40)),
     "olmo-2-32b": _olmo2(5120, 27648, 64, (40, 8)),
+    "olmo-3-7b": _olmo3(4096, 11008, 32, (32, 32)),
+    "olmo-3-32b": _olmo3(5120, 27648, 64, (40, 8)),
+    "command-r7b": {
+        "model_type": "cohere2",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 256000,
+        "max_position_embeddings": 132096,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.25,
+        "rope_theta": 5e4,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
     "lfm2-350m": _lfm2(1024, 6656, 16),
     "lfm2-700m": _lfm2(1536, 10240, 24),
     "lfm2-1.2b": _lfm2(2048, 12288, 32),

@@ -6,6 +6,7 @@ context, the instruct model's. Parameters are tested against the totals that are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -241,17 +242,27 @@ def _qwen35(
     )
 
 
-def _lfm2(hidden: int, ffn: int, heads: int) -> Config:
-    """``ffn``: of which a third is left out, rounded up (`block_auto_adjust_ff_dim`)."""
+def _types(layers: int, full: Sequence[int], others: str) -> list[str]:
+    """Return the type of each layer: attention to everything in those of ``full``."""
+    return ["full_attention" if index in full else others for index in range(layers)]
+
+
+def _lfm2(
+    hidden: int,
+    ffn: int,
+    heads: int,
+    layers: int = 16,
+    full: Sequence[int] = (2, 5, 8, 10, 12, 14),
+    model_type: str = "lfm2",
+    **more: Any,
+) -> Config:
+    """``full``: the layers with attention."""
     return {
-        "model_type": "lfm2",
+        "model_type": model_type,
         "hidden_size": hidden,
         "intermediate_size": ffn,
-        "block_auto_adjust_ff_dim": True,
-        "block_multiple_of": 256,
-        "block_ffn_dim_multiplier": 1.0,
-        "num_hidden_layers": 16,
-        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "num_hidden_layers": layers,
+        "layer_types": _types(layers, full, "conv"),
         "num_attention_heads": heads,
         "num_key_value_heads": 8,
         "conv_L_cache": 3,
@@ -261,6 +272,99 @@ def _lfm2(hidden: int, ffn: int, heads: int) -> Config:
         "norm_eps": 1e-5,
         "tie_word_embeddings": True,
         "rope_theta": 1e6,
+        **more,
+    }
+
+
+# A third of the feed-forward layer is left out; what remains is rounded up.
+_TWO_THIRDS: Config = {
+    "block_auto_adjust_ff_dim": True,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+}
+
+
+def _granite4(
+    hidden: int, ffn: int, shared: int, heads: tuple[int, int], experts: tuple[int, int]
+) -> Config:
+    """``experts``: how many, and how many are chosen, beside a ``shared`` one."""
+    return _shape(
+        *("granitemoehybrid", hidden, ffn, 40, heads, 100352, 131072, 1e-5, True, 1e4),
+        layer_types=_types(40, (5, 15, 25, 35), "linear_attention"),
+        num_local_experts=experts[0],
+        num_experts_per_tok=experts[1],
+        shared_intermediate_size=shared,
+        mamba_n_heads=hidden // 32,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        mamba_d_conv=4,
+        mamba_expand=2,
+    )
+
+
+def _gemma4(
+    hidden: int,
+    ffn: int,
+    layers: int,
+    heads: tuple[int, int],
+    context: int,
+    window: int,
+    *,
+    period: int = 6,
+    **more: Any,
+) -> Config:
+    """``period``: one layer in so many sees everything."""
+    return _shape(
+        *("gemma4_text", hidden, ffn, layers, heads, 262144, context, 1e-6, True, 1e6),
+        layer_types=_types(layers, range(period - 1, layers, period), "sliding_attention"),
+        sliding_window=window,
+        head_dim=256,
+        global_head_dim=512,
+        final_logit_softcapping=30.0,
+        hidden_activation="gelu_pytorch_tanh",
+        **more,
+    )
+
+
+def _gemma4_e(hidden: int, ffn: int, layers: int, kv_heads: int, **more: Any) -> Config:
+    """Return a shape of the models whose layers have inputs of their own."""
+    return _gemma4(
+        *(hidden, ffn, layers, (8, kv_heads), 131072, 512),
+        hidden_size_per_layer_input=256,
+        **more,
+    )
+
+
+def _gemma4_large(
+    hidden: int, ffn: int, layers: int, heads: tuple[int, int], wide: int, **more: Any
+) -> Config:
+    """``wide``: the KV heads of layers that see everything, whose keys are their values."""
+    return _gemma4(
+        *(hidden, ffn, layers, heads, 262144, 1024),
+        num_global_key_value_heads=wide,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        **more,
+    )
+
+
+def _gpt_oss(layers: int, experts: int) -> Config:
+    """Return a shape of gpt-oss, with the rotary positions that its class has by default."""
+    return {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "sliding_window": 128,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "tie_word_embeddings": False,
     }
 
 
@@ -385,6 +489,21 @@ PRESETS: dict[str, Config] = {
     "gemma-2-27b": _gemma2(4608, 36864, 46, (32, 16), 128, 144),
     "gemma-3-270m": _gemma3(640, 2048, 18),
     "gemma-3-1b": _gemma3(1152, 6912, 26),
+    "gemma-4-e2b": _gemma4_e(
+        *(1536, 6144, 35, 1), period=5, num_kv_shared_layers=20, use_double_wide_mlp=True
+    ),
+    "gemma-4-e4b": _gemma4_e(2560, 10240, 42, 2, num_kv_shared_layers=18),
+    "gemma-4-12b": _gemma4_large(3840, 15360, 48, (16, 8), 1),
+    "gemma-4-26b-a4b": _gemma4_large(
+        *(2816, 2112, 30, (16, 8), 2),
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
+    "gemma-4-31b": _gemma4_large(5376, 21504, 60, (32, 16), 4),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "phi-3-mini": _phi3(3072, 8192, 32, (32, 32)),
     "phi-3-medium": _phi3(5120, 17920, 40, (40, 10)),
     "phi-4": _phi3(5120, 17920, 40, (40, 10), 100352, 16384, 250000.0, window=None),
@@ -401,6 +520,9 @@ PRESETS: dict[str, Config] = {
     },
     "granite-3.3-2b": _granite(2048, 8192, 0.015625, 8.0),
     "granite-3.3-8b": _granite(4096, 12800, 0.0078125, 16.0),
+    "granite-4.0-h-micro": _granite4(2048, 8192, 8192, (32, 8), (0, 0)),
+    "granite-4.0-h-tiny": _granite4(1536, 512, 1024, (12, 4), (64, 6)),
+    "granite-4.0-h-small": _granite4(4096, 768, 1536, (32, 8), (72, 10)),
     "olmo-2-7b": _olmo2(4096, 11008, 32, (32, 32)),
     "olmo-2-13b": _olmo2(5120, 13824, 40, (40, 40)),
     "olmo-2-32b": _olmo2(5120, 27648, 64, (40, 8)),
@@ -421,9 +543,20 @@ PRESETS: dict[str, Config] = {
         "sliding_window": 4096,
         "tie_word_embeddings": True,
     },
-    "lfm2-350m": _lfm2(1024, 6656, 16),
-    "lfm2-700m": _lfm2(1536, 10240, 24),
-    "lfm2-1.2b": _lfm2(2048, 12288, 32),
+    "lfm2-350m": _lfm2(1024, 6656, 16, **_TWO_THIRDS),
+    "lfm2-700m": _lfm2(1536, 10240, 24, **_TWO_THIRDS),
+    "lfm2-1.2b": _lfm2(2048, 12288, 32, **_TWO_THIRDS),
+    "lfm2-2.6b": _lfm2(
+        *(2048, 10752, 32, 30, (2, 6, 9, 12, 15, 18, 21, 24, 27)),
+        block_auto_adjust_ff_dim=False,
+    ),
+    "lfm2-8b-a1b": _lfm2(
+        *(2048, 7168, 32, 24, (2, 6, 10, 14, 18, 21), "lfm2_moe"),
+        moe_intermediate_size=1792,
+        num_experts=32,
+        num_experts_per_tok=4,
+        num_dense_layers=2,
+    ),
     "deepseek-v2-lite": _latent(
         *("deepseek_v2", 2048, 10944, 27, 16, 102400, 163840),
         experts=(64, 6, 1408),

@@ -13,7 +13,7 @@ from octavo.cli.inspect import part_of
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import load_engine
 from octavo.loader import load
-from oracle.tiny_folders import quantized_folder
+from oracle.tiny_folders import folder, quantized_folder
 
 
 def inspect(*arguments: str) -> dict[str, Any]:
@@ -126,10 +126,29 @@ def test_gemma(gemma3_path: Path) -> None:
         ("layers.3.ffn_down_exps.12", "experts"),
         ("layers.3.ffn_gate_inp", "router"),
         ("layers.3.post_ffw_norm", "norms"),
+        ("layers.3.shortconv_b.bias", "recurrence"),
+        ("layers.3.shortconv.conv", "recurrence"),
+        ("layers.3.ssm_a", "recurrence"),
+        ("layers.3.attn_qkv", "recurrence"),
+        ("layers.3.exp_probs_b.bias", "router"),
+        ("layers.3.ffn_up_shexp", "ffn"),
     ],
 )
 def test_parts(role: str, part: str) -> None:
     assert part_of(role) == part
+
+
+# A layer of each keeps (taps - 1) inputs of its convolution, and its matrices, as floats.
+STATES = {"lfm2moe": ("1 global, 3 recurrent", 3 * 2 * 32 * 4)}
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_states(family: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["inspect", str(folder(family, tmp_path / "model"))])
+    layers, size = STATES[family]
+    assert f"model, {family}, " in result.stdout
+    assert f"layers ({layers})" in result.stdout
+    assert f"recurrent layers: {size:,} bytes in whole blocks" in result.stdout
 
 
 def test_quantized(tmp_path: Path) -> None:

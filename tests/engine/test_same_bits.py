@@ -79,6 +79,7 @@ MODELS: dict[str, Callable[[], Checkpoint]] = {
     ),
     "lfm2 BF16": lambda: tiny.checkpoint(tiny.config("lfm2"), WeightFormat.BF16),
     "lfm2 Q4_0": lambda: tiny.checkpoint(tiny.config("lfm2"), WeightFormat.Q4_0),
+    "lfm2moe Q8_0": lambda: tiny.checkpoint(tiny.config("lfm2moe"), WeightFormat.Q8_0),
     "gemma4 E, Q8_0": lambda: tiny.checkpoint(tiny.gemma4("e"), WeightFormat.Q8_0),
     "gemma4 F16, experts": lambda: tiny.checkpoint(tiny.gemma4("experts"), WeightFormat.F16),
     "gemma4 Q4_0, keys as values": lambda: tiny.checkpoint(tiny.gemma4("keys"), WeightFormat.Q4_0),

@@ -60,9 +60,13 @@ def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) ->
     }
     if family in SPARSE:
         values["layers"] = (Layer(rope, experts=experts),) * 3
-    if family == "lfm2":  # a state of two pages of 16 tokens
+    if family in ("lfm2", "lfm2moe"):  # a state of two pages of 16 tokens
         conv = Layer(UNROTATED, recurrence=ShortConvShape(64, 7))
         values["layers"] = (conv, Layer(rope), conv)
+    if family == "lfm2moe":  # all but the first
+        own = Experts(6, 2, 64, True, "sigmoid", normalize_eps=1e-6, selection_bias=True)
+        dense, *sparse = values["layers"]
+        values["layers"] = dense, *(replace(layer, experts=own) for layer in sparse)
     if family == "gemma3":
         far = Rope(theta=1e6, dim=rope.dim, interleaved=False, scale=0.125)
         values |= {

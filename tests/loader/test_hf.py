@@ -305,6 +305,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "recurrent layers alone": ("lfm2", {"layer_types": ["conv"] * 4}, "no layer has attention"),
     "no taps": ("lfm2", {"conv_L_cache": 0}, "conv_L_cache is 0, not an integer from 1"),
     "many taps": ("lfm2", {"conv_L_cache": 1 << 30}, "taps 1073741824, outside 2 to 16"),
+    "experts by nothing": (
+        "lfm2moe",
+        {"routed_scaling_factor": 0.0},
+        "routed_scaling_factor is 0, not a positive number",
+    ),
+    "dense layers": ("lfm2moe", {"num_dense_layers": -1}, "num_dense_layers is -1, not an integer"),
+    "choice": ("lfm2moe", {"use_expert_bias": 1}, "use_expert_bias is 1, not a boolean"),
     "a wide feed-forward layer": (
         "lfm2",
         {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1e30},

@@ -246,6 +246,7 @@ def models() -> dict[str, Tiny]:
         ),
         "gpt_oss": gpt_oss(sizes),
         "lfm2": lfm2(sizes),
+        "lfm2moe": lfm2moe(sizes),
         "qwen3_5": qwen3_5(sizes),
         "qwen3_5_moe": qwen3_5_moe(sizes),
         "qwen3_next": qwen3_next(sizes),
@@ -674,6 +675,49 @@ def lfm2(sizes: dict[str, Any]) -> Tiny:
             "untied": Case({"tie_word_embeddings": False}, gguf=True),
         },
     )  # fmt: skip
+
+
+def lfm2moe(sizes: dict[str, Any]) -> Tiny:
+    """Experts behind a dense layer, of every number and choice."""
+    conv, full = "conv", "full_attention"
+    own = {"num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2}
+    own |= {"moe_intermediate_size": 20, "num_hidden_layers": 4}
+    return Tiny(
+        transformers.Lfm2MoeConfig(**sizes | own, layer_types=[conv, full, conv, conv]),
+        {
+            "no-sizes": Case(
+                {"num_dense_layers": 2},
+                without=("num_dense_layers", "conv_L_cache", "norm_eps", "routed_scaling_factor"),
+            ),
+            "tie-embedding": Case({"tie_embedding": False}, without=("tie_word_embeddings",)),
+            "shares": Case({"norm_topk_prob": False}),
+            "scale": Case({"routed_scaling_factor": 2.5}),
+            "no-bias": Case({"use_expert_bias": False}),
+            "all-sparse": Case({"num_dense_layers": 0}, gguf=True),
+            "last-sparse": Case({"num_dense_layers": 3}, gguf=True),
+            "all-dense": Case({"num_dense_layers": 4}),
+            "one": Case({"num_experts_per_tok": 1}, gguf=True),
+            "all": Case({"num_experts_per_tok": 6}, gguf=True),
+            "many": Case({"num_experts": 17, "num_experts_per_tok": 5, "norm_eps": 1e-3}),
+            "yarn": Case({"rope_parameters": rope_sections(4)["yarn"]}, gguf=True),
+            "attention-first": Case({"layer_types": [full, conv, full, conv]}, gguf=True),
+            "conv-biases": Case({"conv_bias": True, "conv_L_cache": 4}),
+            "two-taps": Case({"conv_L_cache": 2, "layer_types": [conv, conv, conv, full]}),
+            "odd": Case(
+                {
+                    "hidden_size": 40,
+                    "num_attention_heads": 5,
+                    "num_key_value_heads": 1,
+                    "intermediate_size": 36,
+                    "moe_intermediate_size": 12,
+                    "conv_L_cache": 7,
+                },
+                gguf=True,
+            ),
+        },
+        # A bias moves some choices, and no rounding of a number does.
+        around={"expert_bias": (0.0, 0.2)},
+    )
 
 
 def qwen3_5(sizes: dict[str, Any]) -> Tiny:

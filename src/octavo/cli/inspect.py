@@ -83,6 +83,8 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         }
     windows: dict[str, int] = {}
     for layer in config.layers:
+        if layer.recurrence is not None:
+            continue
         kind = "global" if layer.window is None else str(layer.window)
         windows[kind] = windows.get(kind, 0) + 1
     heads = Counter(config.heads_of(layer) for layer in config.layers)
@@ -173,7 +175,10 @@ def weigh(checkpoint: Checkpoint, isa: str | None = None) -> dict[str, dict[str,
     for part in parts.values():
         for kind in ("stored", "held"):
             part[f"{kind}_bytes_per_weight"] = part[f"{kind}_bytes"] / part["parameters"]
-    order = ("embedding", "layer inputs", "attention", "ffn", "router", "experts", "norms", "head")
+    order = (
+        *("embedding", "layer inputs", "attention", "recurrence", "ffn", "router", "experts"),
+        *("norms", "head"),
+    )
     return {name: parts[name] for name in sorted(parts, key=order.index)}
 
 
@@ -233,6 +238,8 @@ def part_of(role: str) -> str:
         return "experts"
     if name.startswith("ffn_gate_inp") or name == "exp_probs_b":
         return "router"
+    if name.startswith(("ssm_", "shortconv")) or name in ("attn_qkv", "attn_gate"):
+        return "recurrence"
     return name.split("_")[0].replace("attn", "attention")
 
 
@@ -244,6 +251,8 @@ def as_text(facts: dict[str, Any]) -> str:
         f"{count} global" if window == "global" else f"{count} with a window of {window}"
         for window, count in facts["windows"].items()
     )
+    if facts["recurrent_layers"]:
+        windows += f", {facts['recurrent_layers']} recurrent"
     lines = [
         facts["path"],
         f"model       {facts['name'] or '(unnamed)'}, {facts['family']}, "

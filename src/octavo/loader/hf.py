@@ -41,7 +41,9 @@ _PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model|language_
 _TENSOR = re.compile(r"(?:layers\.(\d{1,4})\.)?([\w.]+?)(?:\.(weight|bias))?")
 _EXPERT = re.compile(r"\bexperts\.(\d{1,4})\.")
 # All experts' in one tensor, as transformers 5 has them in memory.
-_STACK = re.compile(r"layers\.(\d{1,4})\.(?:mlp\.)?experts\.(gate_up_proj|down_proj)")
+_STACK = re.compile(
+    r"layers\.(\d{1,4})\.(?:mlp\.|feed_forward\.)?experts\.(gate_up_proj|down_proj)"
+)
 _STACKS = {"gate_up_proj": "ffn_gate_up_exps", "down_proj": "ffn_down_exps"}
 # Frequencies that old files carry along; they follow from config.json.
 _COMPUTED = "rotary_emb.inv_freq"

@@ -317,16 +317,28 @@ class _Reader:
             self.count("num_experts_per_tok"),
             self.count(size),
             self.section.flag("norm_topk_prob") if self.has("norm_topk_prob") else True,
-            **self.family.experts,
+            **{**self.family.experts, **self.options_of_experts()},
         )
+        first = 0
+        if self.has("num_dense_layers"):
+            first = self.section.count("num_dense_layers", least=0)
         step = self.count("decoder_sparse_step") if self.has("decoder_sparse_step") else 1
         dense = self.values["mlp_only_layers"] if self.has("mlp_only_layers") else []
         if not isinstance(dense, list) or any(type(index) is not int for index in dense):
             self.fail("mlp_only_layers is not a list of integers")
         return [
-            None if index in dense or (index + 1) % step else experts
+            None if index < first or index in dense or (index + 1) % step else experts
             for index in range(self.num_layers)
         ]
+
+    def options_of_experts(self) -> dict[str, Any]:
+        """What a class may have in its own keys, by field."""
+        found: dict[str, Any] = {}
+        if self.has("use_expert_bias"):
+            found["selection_bias"] = self.section.flag("use_expert_bias")
+        if self.has("routed_scaling_factor"):
+            found["scale"] = self.section.positive("routed_scaling_factor")
+        return found
 
     def window(self) -> int | None:
         """``sliding_window``: null is none."""

@@ -42,6 +42,7 @@ PER_LAYER = (
     "expert_feed_forward_length",
     "expert_used_count",
 )
+GATING = {"softmax": 1, "sigmoid": 2}  # by number: llama.cpp's
 UNROTATED_FACTOR = 1e30  # and more: what llama.cpp has for pairs that are not rotated
 LLAMA3_THETA, LLAMA3_CONTEXT = 500000.0, 8192  # of Llama 3, which 3.1 scales
 
@@ -59,6 +60,7 @@ class _Reader:
         self.file = file
         self.prefix = architecture + "."
         self.used: set[str] = set()
+        self.recurrent = False  # some layers are
         self.family, self.experts = self.family_of(ARCHITECTURES[architecture])
 
     def config(self) -> ModelConfig:
@@ -95,6 +97,7 @@ class _Reader:
         first = next((i for i, layer in enumerate(layers) if layer.window is not None), 0)
         kv_heads = self.each(KV_HEADS, num_layers, heads)
         widths = self.feed_forwards(num_layers)
+        dense = self.dense_layers()
         temperature = self.temperature()
         values |= {
             "num_kv_heads": kv_heads[first],
@@ -105,8 +108,8 @@ class _Reader:
                 [
                     replace(
                         layer,
-                        experts=self.experts,
-                        shared_expert=self.shared_expert(),
+                        experts=None if index < dense else self.experts,
+                        shared_expert=0 if index < dense else self.shared_expert(),
                         num_kv_heads=None if of_kv == kv_heads[first] else of_kv,
                         intermediate_size=None if width == widths[0] else width,
                         keys_as_values=self.keys_as_values(index),
@@ -145,6 +148,11 @@ class _Reader:
         width = None if self.experts is None else self.experts.intermediate_size
         return self.each("feed_forward_length", count, width)
 
+    def dense_layers(self) -> int:
+        """How many layers come before the first that has experts."""
+        key = "leading_dense_block_count"
+        return self.positive(key, 0, least=0) if self.family.leading_dense else 0
+
     def shared_expert(self) -> int:
         """The width of the expert that every token goes to, or 0."""
         key = self.family.shared_expert_size
@@ -176,7 +184,11 @@ class _Reader:
             return (dense or sparse)[0], None
         chosen = self.positive("expert_used_count")
         size = self.positive(sparse[0].expert_size)
-        return sparse[0], Experts(count, chosen, size, renormalize=True, **sparse[0].experts)
+        experts = Experts(count, chosen, size, renormalize=True, **sparse[0].experts)
+        key, gating = "expert_gating_func", GATING[experts.gating]
+        if self.positive(key, gating) != gating:
+            self.fail(key, f"is not supported, only {gating} ({experts.gating})")
+        return sparse[0], experts
 
     def layers(self, count: int, head_dim: int, wide: int) -> tuple[Layer, ...]:
         """The layers with their windows; those without have heads of ``wide`` elements."""
@@ -230,7 +242,8 @@ class _Reader:
         if recurrent is None:
             return list(layers)
         flags = self.recurrent_flags(len(layers), recurrent.period)
-        if not any(flags):
+        self.recurrent = any(flags)
+        if not self.recurrent:
             return list(layers)
         shape = recurrent.gguf(self.positive)
         return [
@@ -252,6 +265,7 @@ class _Reader:
                 self.fail(key, f"is not one bool for each of {count} layers")
             return [bool(flag) for flag in flags[:count]]
         if isinstance(heads, np.ndarray):
+            self.each(KV_HEADS, count)  # refuses what is not a number for each layer
             return [bool(number == 0) for number in heads[:count]]
         return [interval > 0 and (index + 1) % interval != 0 for index in range(count)]
 
@@ -453,5 +467,7 @@ class _Reader:
             if key == full or key in self.used or key in harmless:
                 continue
             if key in off and value == 0:
+                continue
+            if key.startswith(("ssm.", "shortconv.")) and not self.recurrent:  # of no layer
                 continue
             self.fail(key, "is not supported")

@@ -223,6 +223,7 @@ class Family:
     unrotated_period: int = 0  # one layer in so many has no rotary positions; 0: none
     expert_size: str = ""  # the key of an expert's width: the family has experts
     also_dense: bool = False  # … or none
+    leading_dense: bool = False  # a key says how many layers have none before the first with any
     keys_as_values: bool = False  # layers without a projection to values take the keys' one
     shared_expert_size: str = ""  # the key of the shared expert's
     # The one size whose attention scale is 1/sqrt(hidden_size / heads), by its number of layers.

@@ -23,8 +23,8 @@ from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_config import text_config
 from octavo.loader.hf_folder import HfFolder
 from octavo.loader.loader import load_gguf, parts_of
-from octavo.loader.metadata import KV_HEADS, UNROTATED_FACTOR
-from octavo.models.config import LongRope, ModelConfig, Rope
+from octavo.loader.metadata import GATING, KV_HEADS, UNROTATED_FACTOR
+from octavo.models.config import Experts, LongRope, ModelConfig, Rope
 from octavo.models.families import FAMILIES
 from octavo.models.hf_type import FULL
 from octavo.models.rope import yarn_magnitude
@@ -43,6 +43,7 @@ from octavo.tools.quantize.gguf_writer import (
     stacked,
 )
 from octavo.tools.quantize.grid import bf16_bits
+from octavo.tools.quantize.hf_model import dense_layers
 from octavo.tools.quantize.quantizer import Recipe
 from octavo.tools.quantize.row_order import row_order
 from octavo.tools.quantize.same_model import difference
@@ -140,8 +141,20 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
         shape = next((each.recurrence for each in c.layers if each.recurrence is not None), None)
         found |= {} if shape is None else family.recurrent.gguf_keys(shape)
     if c.experts is not None:
-        found |= {"expert_count": c.experts.count, "expert_used_count": c.experts.chosen}
-        found[family.expert_size] = c.experts.intermediate_size
+        found |= _experts(c, c.experts)
+    return found
+
+
+def _experts(c: ModelConfig, experts: Experts) -> dict[str, Value]:
+    found: dict[str, Value] = {
+        "expert_count": experts.count,
+        "expert_used_count": experts.chosen,
+        FAMILIES[c.family].expert_size: experts.intermediate_size,
+    }
+    if FAMILIES[c.family].leading_dense:
+        found["leading_dense_block_count"] = dense_layers(c)
+    if experts.gating != "softmax":
+        found["expert_gating_func"] = GATING[experts.gating]
     return found
 
 

@@ -209,12 +209,20 @@ def _experts(c: ModelConfig, experts: Experts, kind: HfType) -> dict[str, Any]:
         "norm_topk_prob": experts.renormalize,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i, layer in enumerate(c.layers) if layer.experts is None],
+        "num_dense_layers": dense_layers(c),
+        "use_expert_bias": experts.selection_bias,
+        "routed_scaling_factor": experts.scale,
     }
     return {
         "num_experts_per_tok": experts.chosen,
         "output_router_logits": False,
         "router_aux_loss_coef": 0.001,
     } | {key: value for key, value in own.items() if key in kind.defaults}
+
+
+def dense_layers(config: ModelConfig) -> int:
+    """How many layers come before the first that has experts."""
+    return next(i for i, layer in enumerate(config.layers) if layer.experts is not None)
 
 
 def _rope_sections(config: ModelConfig) -> Iterator[dict[str, Any]]:

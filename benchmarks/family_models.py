@@ -50,7 +50,9 @@ class FamilyModel:
     experts: int = Q4_0
 
 
-def attention(hidden: int, heads: int, kv_heads: int, head_dim: int, *, gate: bool = False) -> Sizes:
+def attention(
+    hidden: int, heads: int, kv_heads: int, head_dim: int, *, gate: bool = False
+) -> Sizes:
     """Return the matrices of an attention layer; ``gate``: queries have gates between them."""
     return {
         "attn_q": (heads * head_dim * (2 if gate else 1), hidden),
@@ -69,7 +71,7 @@ def feed_forward(hidden: int, width: int, ending: str = "", experts: tuple[int, 
 
 
 def norms(size: int, *names: str) -> Sizes:
-    return {name: (size,) for name in names}
+    return dict.fromkeys(names, (size,))
 
 
 # ── Qwen 3.5 ────────────────────────────────────────────────────────────────────────────────────
@@ -161,7 +163,7 @@ def gemma4_layer(index: int, layers: int) -> Sizes:
     own = index < layers // 2  # the others read its keys and values
     found = attention(1536, 8, 1, head_dim) | norms(head_dim, "attn_q_norm", "attn_k_norm")
     if not own:
-        found = {name: size for name, size in found.items() if name in ("attn_q", "attn_output", "attn_q_norm")}
+        found = {name: found[name] for name in ("attn_q", "attn_output", "attn_q_norm")}
     found |= feed_forward(1536, 6144 if own else 12288)
     found |= {"inp_gate": (256, 1536), "proj": (1536, 256), "layer_output_scale": (1,)}
     names = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_norm")
@@ -222,13 +224,15 @@ MODELS = {
         "qwen35moe",
         2048,
         (4, 8),
-        lambda layers: qwen35_keys(16, 32)
-        | {
-            "expert_count": 64,
-            "expert_used_count": 8,
-            "expert_feed_forward_length": 512,
-            "expert_shared_feed_forward_length": 512,
-        },
+        lambda layers: (
+            qwen35_keys(16, 32)
+            | {
+                "expert_count": 64,
+                "expert_used_count": 8,
+                "expert_feed_forward_length": 512,
+                "expert_shared_feed_forward_length": 512,
+            }
+        ),
         qwen35_experts,
     ),
     "gpt-oss": FamilyModel(
@@ -327,7 +331,8 @@ def tensors(model: FamilyModel, layers: int) -> Iterator[Tensor]:
         sizes |= {f"blk.{index}.{name}": size for name, size in of_layer.items()}
     random = np.random.default_rng(0)
     for name, size in sizes.items():
-        kind, data = content(name.rpartition("blk.")[2].partition(".")[2] or name, size, model, layers, random)
+        part = name.split(".", 2)[2] if name.startswith("blk.") else name
+        kind, data = content(part, size, model, layers, random)
         whole = name if name.endswith((".bias", "ssm_a")) else f"{name}.weight"
         yield whole, size, kind, data
 
@@ -349,7 +354,7 @@ def content(
     elif name in ("ssm_conv1d", "shortconv.conv", "ffn_gate_inp"):
         values = random.standard_normal(size) * size[-1] ** -0.5
     else:
-        to_residual = name in ("attn_output", "ssm_out", "shortconv.out_proj", "proj") or name.startswith("ffn_down")
+        to_residual = name.endswith(("attn_output", "ssm_out", "out_proj")) or "ffn_down" in name
         deviation = (size[-1] * (2 * layers if to_residual else 1)) ** -0.5
         kind = model.experts if name.endswith("_exps") else Q4_0
         return kind, coded(kind, prod(size), deviation, random)
@@ -383,7 +388,8 @@ def main() -> int:
     for name in args.only or MODELS:
         for layers in [args.depth] if args.depth else MODELS[name].depths:
             path = make(name, layers, source)
-            print(f"{name}, {layers} layers: {path}, {path.stat().st_size / 1e6:.1f} MB", flush=True)
+            size = f"{path.stat().st_size / 1e6:.1f} MB"
+            print(f"{name}, {layers} layers: {path}, {size}", flush=True)
     return 0
 
 

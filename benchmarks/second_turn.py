@@ -140,7 +140,8 @@ def servers(args: argparse.Namespace) -> Iterator[dict[str, Server]]:
         if args.llama_cpp is not None:
             program = args.llama_cpp.resolve()
             found["llama.cpp"] = llama_cpp(program, *sizes)
-            found["llama.cpp, no checkpoints"] = llama_cpp(program, *sizes, "--ctx-checkpoints", "0")
+            without = llama_cpp(program, *sizes, "--ctx-checkpoints", "0")
+            found["llama.cpp, no checkpoints"] = without
         yield found
 
 
@@ -165,10 +166,10 @@ def main() -> int:
     print("\n| until the first token, ms (cached) | " + " | ".join(found) + " |")
     print("|---" * (len(found) + 1) + "|")
     for kind in KINDS:
-        cells = [
-            f"{1e3 * answers[kind].seconds:.0f} ({answers[kind].cached})" if kind in answers else "–"
-            for answers in found.values()
-        ]
+        cells = []
+        for answers in found.values():
+            answer = answers.get(kind)
+            cells.append(f"{1e3 * answer.seconds:.0f} ({answer.cached})" if answer else "–")
         print(f"| {kind} | " + " | ".join(cells) + " |")
     if args.json:
         rows = {n: {k: a._asdict() for k, a in each.items()} for n, each in found.items()}

@@ -327,27 +327,25 @@ void Recurrence::convolve(const Layer &layer, const Span &span, int64_t begin, i
                           int64_t first, int64_t count, bool silu, float *out, int64_t ldo,
                           std::byte *arena, Scratch &scratch) const {
     const StatePart &part = state_.parts[size_t(layer.inputs)];
-    for (int64_t index = begin - part.depth; index < end; ++index) {
-        const float *&to = scratch.rows[size_t(index - begin + part.depth)];
-        if (index >= 0) {
-            to = row(layer, span, index) + first;
-            continue;
+    const int64_t old = std::clamp<int64_t>(part.depth - begin, 0, part.depth); // in the state
+    const int64_t stride = padded(count);
+    for (int64_t i = 0; i < part.depth + end - begin; ++i)
+        scratch.rows[size_t(i)] = i < old ? scratch.history.data() + i * stride
+                                          : row(layer, span, begin - part.depth + i) + first;
+    for (int64_t at = 0; old > 0 && at < count;) {
+        const int64_t lane = (first + at) % kStateLanes;
+        const int64_t lanes = std::min(kStateLanes - lane, count - at);
+        const float *tile = nullptr; // zeros
+        if (span.read >= 0)
+            tile = tile_at(part, span.read, (first + at) / kStateLanes, arena) + lane;
+        for (int64_t i = 0; i < old; ++i) {
+            float *to = scratch.history.data() + i * stride + at;
+            if (tile == nullptr)
+                std::fill_n(to, lanes, 0.0f);
+            else
+                std::copy_n(tile + (begin + i) * kStateLanes, lanes, to);
         }
-        const int64_t time = index + part.depth; // in the state
-        float *old = scratch.history.data() + time * padded(count);
-        to = old;
-        for (int64_t at = first; at < first + count;) {
-            const int64_t lane = at % kStateLanes;
-            const int64_t lanes = std::min(kStateLanes - lane, first + count - at);
-            if (span.read < 0) {
-                std::fill_n(old, lanes, 0.0f);
-            } else {
-                const float *tile = tile_at(part, span.read, at / kStateLanes, arena);
-                std::copy_n(tile + time * kStateLanes + lane, lanes, old);
-            }
-            old += lanes;
-            at += lanes;
-        }
+        at += lanes;
     }
     ConvArguments conv{};
     conv.rows = scratch.rows.data();

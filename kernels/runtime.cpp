@@ -497,14 +497,22 @@ void Runtime::check_region(Region &region, Program &program) {
             value(step.out, step.width, "output scaled by position");
             if (selected)
                 refuse("scaling of selected rows only");
+        } else if constexpr (std::is_same_v<Step, ConcatStep>) {
+            value(step.x, step.width, "first half");
+            value(step.y, step.width, "second half");
+            value(step.out, 2 * step.width, "halves together");
         } else if constexpr (std::is_same_v<Step, KeepStep>) {
             value(step.x, step.width, "kept rows");
-            if (!selected || (hidden_width_ > 0 && hidden_width_ != step.width))
-                refuse("keeping all rows, or rows of several widths");
-            if (hidden_width_ == 0)
-                hidden_ = Memory(size_t(config_.max_logits_rows * step.width) * sizeof(float));
-            hidden_width_ = step.width;
+            const int64_t rows = selected ? config_.max_logits_rows : config_.max_tokens;
+            if (hidden_width_ == 0) {
+                hidden_ = Memory(size_t(rows * step.width) * sizeof(float));
+                hidden_width_ = step.width;
+                hidden_rows_ = rows;
+            }
+            if (hidden_width_ != step.width || hidden_rows_ < rows)
+                refuse("keeping wider or more rows than the first program that keeps any");
             program.keeps = true;
+            program.keeps_all = !selected;
         } else if constexpr (std::is_same_v<Step, GateStep>) {
             check_range("group of a gate", step.group, 1, step.width);
             if (step.width % step.group != 0)
@@ -1175,6 +1183,13 @@ void Runtime::run(const GateStep &step, int64_t row, const Scope &scope) {
         std::memmove(out + i * step.group, x + i * step.group, size_t(step.group) * sizeof(float));
         tier_.row.scale(out + i * step.group, share, step.group);
     }
+}
+
+void Runtime::run(const ConcatStep &step, int64_t row, const Scope &scope) {
+    const size_t bytes = size_t(step.width) * sizeof(float);
+    float *out = row_of(step.out, row, scope);
+    std::memcpy(out, row_of(step.x, row, scope), bytes);
+    std::memcpy(out + step.width, row_of(step.y, row, scope), bytes);
 }
 
 void Runtime::run(const KeepStep &step, int64_t row, const Scope &scope) {

@@ -127,6 +127,11 @@ struct GatherStep {
     Value x, out;
     int64_t width;
 };
+// Row r of out = row r of x, then that of y, which are as wide.
+struct ConcatStep {
+    Value x, y, out;
+    int64_t width; // of one
+};
 // Puts a row by for the caller (hidden()).
 struct KeepStep {
     Value x;
@@ -170,9 +175,10 @@ struct CombineStep {
     Value out;
     int64_t width;
 };
-using RowStep = std::variant<EmbedStep, InputStep, FunctionStep, PrepareStep, AngleStep,
-                             RopeStoreStep, RotateStep, ScaleByPositionStep, GatherStep, KeepStep,
-                             GateStep, RouteStep, SpreadStep, PrepareEachStep, CombineStep>;
+using RowStep =
+    std::variant<EmbedStep, InputStep, FunctionStep, PrepareStep, AngleStep, RopeStoreStep,
+                 RotateStep, ScaleByPositionStep, GatherStep, ConcatStep, KeepStep, GateStep,
+                 RouteStep, SpreadStep, PrepareEachStep, CombineStep>;
 
 // Regions: each begins when the one before is done.
 struct RowsRegion {
@@ -254,6 +260,7 @@ struct Program {
     bool cached = false;      // … and are of sequences, which have a place in the KV cache
     bool recurrent = false;   // … and have a state
     bool keeps = false;       // it puts rows by for the caller
+    bool keeps_all = false;   // … and not those that want logits only
     int64_t input_width = 0;  // its tokens bring rows of this width; 0: none
     int64_t outputs = 0;      // logits a row
     std::vector<int32_t> ids; // the tokens that they stand for, where it is drafted with
@@ -374,10 +381,10 @@ class Runtime {
         return std::min(config_.logits_slice, batch_.logits - first_logits_);
     }
     int64_t outputs() const { return program_->outputs; }
-    // The rows [batch's logits, hidden_width] that were put by; a width of 0: no program does so.
+    // The rows [kept_rows, hidden_width] that were put by; a width of 0: no program does so.
     float *hidden() const { return reinterpret_cast<float *>(hidden_.data()); }
     int64_t hidden_width() const { return hidden_width_; }
-    int64_t wanted_rows() const { return batch_.logits; }
+    int64_t kept_rows() const { return program_->keeps_all ? batch_.tokens : batch_.logits; }
 
     // Of the last step: how many times the threads met, and (if it was profiled) the last time, in
     // seconds of the steady clock.
@@ -466,6 +473,7 @@ class Runtime {
     void store(const RopeStoreStep &step, const Scope &scope, int64_t begin, int64_t end);
     void run(const ScaleByPositionStep &step, int64_t row, const Scope &scope);
     void run(const GatherStep &step, int64_t row, const Scope &scope);
+    void run(const ConcatStep &step, int64_t row, const Scope &scope);
     void run(const KeepStep &step, int64_t row, const Scope &scope);
     void run(const GateStep &step, int64_t row, const Scope &scope);
     void run(const RouteStep &step, int64_t row, const Scope &scope);
@@ -550,7 +558,7 @@ class Runtime {
     Memory logits_;
     int64_t first_logits_ = 0; // the row that logits_ begins with
     Memory hidden_;
-    int64_t hidden_width_ = 0;
+    int64_t hidden_width_ = 0, hidden_rows_ = 0;
     std::vector<float> scan_; // of blocks of a row of logits
     DraftAhead ahead_;
     bool drafting_ = false; // ahead

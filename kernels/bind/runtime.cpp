@@ -209,6 +209,8 @@ void bind_runtime(nb::module_ &m) {
              "beta"_a, "original"_a);
     nb::class_<GatherStep>(m, "GatherStep")
         .def(nb::init<Value, Value, int64_t>(), "x"_a, "out"_a, "width"_a);
+    nb::class_<ConcatStep>(m, "ConcatStep")
+        .def(nb::init<Value, Value, Value, int64_t>(), "x"_a, "y"_a, "out"_a, "width"_a);
     nb::class_<KeepStep>(m, "KeepStep").def(nb::init<Value, int64_t>(), "x"_a, "width"_a);
     nb::class_<GateStep>(m, "GateStep")
         .def(nb::init<Value, Value, Value, int64_t, int64_t>(), "x"_a, "gate"_a, "out"_a, "width"_a,
@@ -362,7 +364,7 @@ void bind_runtime(nb::module_ &m) {
         .def("cancel_draft", &Runtime::cancel_draft, nb::call_guard<nb::gil_scoped_release>())
         .def("hidden",
              [](Runtime &runtime) {
-                 return rows_of(runtime, runtime.hidden(), runtime.wanted_rows(),
+                 return rows_of(runtime, runtime.hidden(), runtime.kept_rows(),
                                 runtime.hidden_width());
              })
         .def(

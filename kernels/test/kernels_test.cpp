@@ -95,7 +95,7 @@ void test_rows(const Tier &tier) {
         expect(tier, "rms_norm", out[i], wanted, 2e-6);
     }
     Floats plain(x.size());
-    apply(tier, "rms_norm", x.data(), nullptr, plain.data(), n, nullptr, 1e-5f);
+    apply(tier, "rms_norm", x.data(), nullptr, plain.data(), n, nullptr, {1e-5f});
     for (size_t i = 0; i < x.size(); ++i)
         expect(tier, "rms_norm without a weight", plain[i] * y[i], out[i], 0);
     apply(tier, "scale", x.data(), nullptr, plain.data(), n, y.data());
@@ -112,7 +112,7 @@ void test_rows(const Tier &tier) {
     if (in_place != out)
         expect(tier, "rms_norm in place", 1, 0, 0);
 
-    apply(tier, "layer_norm", x.data(), nullptr, out.data(), n, y.data(), 1e-5f);
+    apply(tier, "layer_norm", x.data(), nullptr, out.data(), n, y.data(), {1e-5f});
     const double mean = std::accumulate(x.begin(), x.end(), 0.0) / double(n);
     double variance = 0.0;
     for (const float value : x)
@@ -120,7 +120,7 @@ void test_rows(const Tier &tier) {
     for (size_t i = 0; i < x.size(); ++i)
         expect(tier, "layer_norm", out[i], (x[i] - mean) / std::sqrt(variance + 1e-5) * y[i], 4e-6);
     in_place = x;
-    apply(tier, "layer_norm", in_place.data(), nullptr, in_place.data(), n, y.data(), 1e-5f);
+    apply(tier, "layer_norm", in_place.data(), nullptr, in_place.data(), n, y.data(), {1e-5f});
     if (in_place != out)
         expect(tier, "layer_norm in place", 1, 0, 0);
 

@@ -140,6 +140,9 @@ class ScaleByPositionStep:
 class GatherStep:
     def __init__(self, x: Value, out: Value, width: int) -> None: ...
 
+class ConcatStep:
+    def __init__(self, x: Value, y: Value, out: Value, width: int) -> None: ...
+
 class KeepStep:
     def __init__(self, x: Value, width: int) -> None: ...
 
@@ -179,6 +182,7 @@ RowStep = (
     | RotateStep
     | ScaleByPositionStep
     | GatherStep
+    | ConcatStep
     | KeepStep
     | GateStep
     | RouteStep

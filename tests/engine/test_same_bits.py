@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,10 +39,12 @@ from octavo.sampling.sampler import Float32, Sampled, SamplerState
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.request import Outcome, Request, RequestRecord, SchedulingParams
 from octavo.scheduler.scheduler import Scheduler
+from octavo.spec_decode import mtp
 from octavo.spec_decode.draft_checkpoint import DraftModel
 from octavo.spec_decode.draft_model import DraftModelDrafter
 from octavo.spec_decode.drafter import Draft, Drafter, ModelDrafter, Target
 from octavo.spec_decode.layer_skip import LayerSkipDrafter
+from octavo.spec_decode.mtp import MtpDrafter
 from octavo.spec_decode.ngram import NgramDrafter
 from octavo.spec_decode.speculator import Speculator
 from octavo.spec_decode.suffix import SuffixDrafter
@@ -79,7 +81,9 @@ MODELS: dict[str, Callable[[], Checkpoint]] = {
     ),
     "lfm2 BF16": lambda: tiny.checkpoint(tiny.config("lfm2"), WeightFormat.BF16),
     "lfm2 Q4_0": lambda: tiny.checkpoint(tiny.config("lfm2"), WeightFormat.Q4_0),
+    "qwen35 Q8_0": lambda: tiny.checkpoint(tiny.config("qwen35"), WeightFormat.Q8_0),
     "lfm2moe Q8_0": lambda: tiny.checkpoint(tiny.config("lfm2moe"), WeightFormat.Q8_0),
+    "granitehybrid F16": lambda: tiny.checkpoint(tiny.config("granitehybrid"), WeightFormat.F16),
     "gemma4 E, Q8_0": lambda: tiny.checkpoint(tiny.gemma4("e"), WeightFormat.Q8_0),
     "gemma4 F16, experts": lambda: tiny.checkpoint(tiny.gemma4("experts"), WeightFormat.F16),
     "gemma4 Q4_0, keys as values": lambda: tiny.checkpoint(tiny.gemma4("keys"), WeightFormat.Q4_0),
@@ -169,12 +173,20 @@ def some_layers(target: Target) -> ModelDrafter:
     return LayerSkipDrafter(target, range(first, count - 1 + first))
 
 
+def mtp_layer(target: Target) -> ModelDrafter:
+    return MtpDrafter(target, mtp.read(target.checkpoint, None, 1))
+
+
 COMPUTING: dict[str, Callable[[Target], ModelDrafter]] = {"layer_skip": some_layers}
+OF_SOME_MODELS: dict[str, Callable[[Target], ModelDrafter]] = {"mtp": mtp_layer}
 
 
 def fewer_layers(checkpoint: Checkpoint) -> Checkpoint:
     config = checkpoint.config
-    return replace(checkpoint, config=replace(config, layers=config.layers[:-1] or config.layers))
+    fewer = replace(config, layers=config.layers[:-1] or config.layers)
+    if config.per_layer_input:  # in one matrix for all layers
+        return tiny.checkpoint(fewer)
+    return replace(checkpoint, config=fewer)
 
 
 DRAFT_MODELS: dict[str | None, Callable[[Checkpoint], Checkpoint]] = {
@@ -269,7 +281,8 @@ def smallest_pool(layout: KvLayout, setting: Setting) -> int:
 @contextmanager
 def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, Recorder]]:
     compute = program(checkpoint.config)
-    layout = KvLayout.of(checkpoint.config, setting.block_size, setting.kv_dtype)
+    own_mtp = setting.drafter == "mtp"
+    layout = KvLayout.of(checkpoint.config, setting.block_size, setting.kv_dtype, mtp=own_mtp)
     num_blocks = setting.num_blocks or 4 * smallest_pool(layout, setting)
     limits = SchedulerConfig(
         max_model_len=setting.max_model_len,
@@ -301,6 +314,7 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         logits_slice=setting.logits_slice and min(setting.logits_slice, limits.logits_rows),
         threads=setting.threads,
         isa=setting.isa,
+        all_hidden=own_mtp,
         state_log_rows=limits.state_log_rows,
     )
     vocab = checkpoint.config.vocab_size
@@ -309,8 +323,9 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
     own = executor.new_sampler(vocab)
     target = Target(checkpoint, compute, executor, scheduler, own)
     drafter: ModelDrafter
-    if setting.drafter in COMPUTING:
-        drafter = COMPUTING[setting.drafter](target)
+    computing = COMPUTING | OF_SOME_MODELS
+    if setting.drafter in computing:
+        drafter = computing[setting.drafter](target)
         speculator = Speculator(drafter, vocab, setting.num_drafts)
     elif setting.drafter in DRAFT_MODELS:
         smaller = DRAFT_MODELS[setting.drafter](checkpoint)
@@ -382,15 +397,14 @@ def drawn_params(rng: random.Random, vocab: int, tight: bool) -> SamplingParams:
 
 
 def drawn_setting(
-    rng: random.Random, layout_of: Callable[[int], KvLayout], longest: int
+    rng: random.Random, layout_of: Callable[[int, KvDtype], KvLayout], longest: int
 ) -> Setting:
     max_num_seqs = rng.choice((4, 5, 8, 32))
-    block_size = rng.choice((16, 16, 32))
-    smallest = peak_blocks(layout_of(block_size), longest)
-    return Setting(
-        threads=rng.choice((1, 2)),
+    block_size, threads = rng.choice((16, 16, 32)), rng.choice((1, 2))
+    times = rng.choice((1.0, 1.3, 2.0, 4.0, 10.0))
+    setting = Setting(
+        threads=threads,
         block_size=block_size,
-        num_blocks=int(smallest * rng.choice((1.0, 1.3, 2.0, 4.0, 10.0))),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 5, 16, 33, 100, 512)),
         enable_prefix_caching=rng.random() < 0.8,
@@ -399,6 +413,8 @@ def drawn_setting(
         isa=rng.choice((None, None, None, "generic")),
         logits_slice=rng.choice((None, None, 8, 16)),
     )
+    smallest = smallest_pool(layout_of(block_size, setting.kv_dtype), setting)
+    return replace(setting, num_blocks=int(smallest * times))
 
 
 def check_case(
@@ -412,11 +428,15 @@ def check_case(
     """One drawn case. ``branches``: with drafts that have some, and room for them."""
     rng = random.Random(seed)
     vocab = checkpoint.config.vocab_size
-    setting = drawn_setting(rng, lambda size: KvLayout.of(checkpoint.config, size), longest)
+    layout_of = partial(KvLayout.of, checkpoint.config)
+    setting = drawn_setting(rng, layout_of, longest)
     guess = random.Random(seed)
+    drafters = None, *DRAFTERS, *COMPUTING, *DRAFT_MODELS
+    if checkpoint.config.mtp_layers:
+        drafters += (*OF_SOME_MODELS,) * len(drafters)
     setting = replace(
         setting,
-        drafter=guess.choice((None, *DRAFTERS, *COMPUTING, *DRAFT_MODELS)),
+        drafter=guess.choice(drafters),
         num_drafts=guess.choice((None, 1, 3, 7)),
         draft_blocks=guess.choice((1.0, 1.5, 4.0)),
         spare_rows=guess.choice((7, 7, 60)),
@@ -431,9 +451,10 @@ def check_case(
         setting = replace(setting, host_blocks=host_blocks, disk=disk, remote=remote)
     setting = replace(setting, state_snapshots=guess.choice((0.0, 0.1, 0.5, 1.0)))
     tight = rng.random() < 0.4  # short prompts, long outputs, few blocks: preemptions
-    if tight:
-        layout = KvLayout.of(checkpoint.config, setting.block_size, setting.kv_dtype)
-        setting = replace(setting, num_blocks=smallest_pool(layout, setting))
+    layout = KvLayout.of(checkpoint.config, setting.block_size, setting.kv_dtype)
+    smallest = smallest_pool(layout, setting)
+    blocks = smallest if tight else max(setting.num_blocks or 0, smallest)
+    setting = replace(setting, num_blocks=blocks)
     texts = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(3)]
     requests = []
     for index in range(rng.choice((1, 2, 5, 12, 32))):

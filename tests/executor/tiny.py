@@ -24,8 +24,8 @@ from octavo.models.config import (
     Rope,
     share_caches,
 )
-from octavo.models.program import Program
-from octavo.models.recurrence_shape import ShortConvShape
+from octavo.models.program import Program, Shapes
+from octavo.models.recurrence_shape import DeltaShape, MambaShape, ShortConvShape
 
 Floats = npt.NDArray[np.float64]
 
@@ -39,8 +39,9 @@ SPARSE = ("mixtral", "qwen3moe")
 
 
 def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) -> ModelConfig:
-    """Two query heads a KV head, three layers; gemma3 has a window of 20 on two of them, and lfm2
-    convolutions in place of attention. Sparse families have ``experts`` in all.
+    """Two query heads a KV head, three layers; gemma3 has a window of 20 on two of them, lfm2 and
+    granitehybrid recurrences in place of attention, and qwen35 delta nets and a layer for
+    multi-token prediction. Sparse families have ``experts`` in all.
     """
     rope = Rope(theta=10000.0, dim=changes.get("head_dim", 16), interleaved=family == "llama")
     values: dict[str, Any] = {
@@ -63,10 +64,22 @@ def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) ->
     if family in ("lfm2", "lfm2moe"):  # a state of two pages of 16 tokens
         conv = Layer(UNROTATED, recurrence=ShortConvShape(64, 7))
         values["layers"] = (conv, Layer(rope), conv)
+    if family in ("qwen35", "qwen35moe"):  # a state of five pages of 16 tokens
+        net = Layer(rope, recurrence=DeltaShape(2, 4, 16, 16, 4, tiled=False))
+        values |= {"layers": (net, Layer(rope), net), "mtp_layers": 1}
+    if family == "qwen35moe":
+        layers = (replace(each, experts=experts, shared_expert=80) for each in values["layers"])
+        values["layers"] = tuple(layers)
     if family == "lfm2moe":  # all but the first
         own = Experts(6, 2, 64, True, "sigmoid", normalize_eps=1e-6, selection_bias=True)
         dense, *sparse = values["layers"]
         values["layers"] = dense, *(replace(layer, experts=own) for layer in sparse)
+    if family == "granitehybrid":  # a state of five pages of 16 tokens
+        mamba = Layer(UNROTATED, recurrence=MambaShape(4, 12, 16, 2, 4))
+        layers = (mamba, Layer(UNROTATED), mamba)
+        values["residual_scale"] = 0.22
+        own = {"experts": experts, "shared_expert": 96}
+        values["layers"] = tuple(replace(each, **own) for each in layers)
     if family == "gemma3":
         far = Rope(theta=1e6, dim=rope.dim, interleaved=False, scale=0.125)
         values |= {
@@ -164,7 +177,7 @@ def gemma4(kind: str) -> ModelConfig:
         embedding_scale=8.0,
         attention_scale=1.0,
         logits_softcap=30.0,
-        per_layer_input=24 if kind == "e" else 0,
+        per_layer_input=32 if kind == "e" else 0,
         layers=layers,
     )
 
@@ -310,9 +323,18 @@ def checkpoint(
     Those of a grouped format have groups of 64 inputs, and their inputs are in an order: one for
     all matrices of a width but V, and none for the embedding.
     """
+    weights = _weights(families.program(config).weights, format, seed)
+    mtp = (
+        partial(_weights, families.mtp_shapes(config), format, seed) if config.mtp_layers else dict
+    )
+    path, tokenizer = Path("tiny"), cast(Tokenizer, None)
+    return Checkpoint(path, config, weights, tokenizer, None, mtp_weights=mtp)
+
+
+def _weights(shapes: Shapes, format: WeightFormat, seed: int) -> dict[str, Weight]:
     rng = np.random.default_rng(seed)
     weights: dict[str, Weight] = {}
-    for role, shape in families.program(config).weights.items():
+    for role, shape in shapes.items():
         if len(shape) == 2 and format.grouped:
             values = rng.normal(0.0, 1.5 * shape[1] ** -0.5, shape).astype(np.float32)
             data = quantize_grouped(values, format, 64)
@@ -325,9 +347,9 @@ def checkpoint(
             values = rng.normal(0.0, 1.5 * shape[1] ** -0.5, shape).astype(np.float32)
             stored = format
         else:
-            middle = 0.0 if role.endswith(".bias") else 1.0
+            middle = 0.0 if role.endswith(".bias") else -1.0 if role.endswith("ssm_a") else 1.0
             values = rng.normal(middle, 0.2, shape).astype(np.float32)
             stored = WeightFormat.F32
         group = FP8_GROUP if stored is WeightFormat.E4M3 else 0
         weights[role] = Weight(role, stored, shape, quantize(values, stored), group)
-    return Checkpoint(Path("tiny"), config, weights, cast(Tokenizer, None), None)
+    return weights

@@ -121,9 +121,11 @@ def quantized_folder(name: str, path: Path) -> Path:
 
 def transformed(values: Float32, how: int | str, shift: int) -> Float32:
     """A folder's tensor as GGUF has it: rows of so many heads in pairs, or a stack of experts'
-    matrices turned, of which gate and up are the rows in turn.
+    matrices turned, of which gate and up are the rows in turn, or one half of the rows.
     """
-    if isinstance(how, str):
+    if how in ("first", "second"):
+        values = np.split(values, 2, axis=-2)[how == "second"]
+    elif isinstance(how, str):
         turned = values.swapaxes(1, 2) if values.ndim == 3 else values
         first = {"gate": 0, "up": 1}
         values = np.ascontiguousarray(turned[:, first[how] :: 2] if how in first else turned)
@@ -136,9 +138,15 @@ def transformed(values: Float32, how: int | str, shift: int) -> Float32:
 def gguf_file(name: str, label: str, path: Path) -> Path:
     """The file that llama.cpp's converter made, from its header and the folder's tensors."""
     with np.load(FAMILIES / name / "gguf.npz") as data:
-        tensors = json.loads(str(data["meta"]))[label]
-        content = bytearray(data[label].tobytes())
-    made = weights(name, label)
+        tensors, header = json.loads(str(data["meta"]))[label], data[label].tobytes()
+    return rebuilt_gguf(path, header, tensors, weights(name, label))
+
+
+def rebuilt_gguf(
+    path: Path, header: bytes, tensors: Sequence[Any], made: Mapping[str, Float32]
+) -> Path:
+    """A file from its header and, of each tensor, the offset and how it is made of others."""
+    content = bytearray(header)
     for offset, source, *how in tensors:
         if how:
             values = transformed(made[source], *how)

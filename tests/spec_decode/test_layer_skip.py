@@ -3,6 +3,7 @@
 That outputs stay the same to the bit is drawn in tests/engine/test_same_bits.py.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,98 +11,19 @@ import pytest
 
 from executor import tiny
 from faults import patch
-from octavo.engine.clock import Clock
-from octavo.engine.engine import Engine
 from octavo.executor.base import Batch, StepResult
-from octavo.executor.native.executor import NativeExecutor
-from octavo.kv_cache.layout import KvDtype, KvLayout
+from octavo.kv_cache.layout import KvDtype
 from octavo.loader.base import Checkpoint, WeightFormat
 from octavo.models.families import program
 from octavo.models.subset import keep_layers
-from octavo.sampling.params import SamplingParams
-from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.request import Request
-from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.sequence import Sequence
-from octavo.spec_decode.drafter import Draft, Target
+from octavo.spec_decode.drafter import Draft
 from octavo.spec_decode.layer_skip import LayerSkipDrafter
-from octavo.spec_decode.speculator import Speculator
-
-TEXT = [int(token) for token in np.random.default_rng(7).integers(0, 70, 200)]
+from spec_decode.house import House
 
 
-class House:
-    """An engine whose drafter is at hand."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        layers: tuple[int, ...] | None,
-        *,
-        probabilities: bool = False,
-        num_blocks: int = 200,
-        num_drafts: int = 4,
-        kv_dtype: KvDtype = KvDtype.BF16,
-        logits_slice: int | None = None,
-    ) -> None:
-        config = checkpoint.config
-        compute, layout = program(config), KvLayout.of(config, 16, kv_dtype)
-        limits = SchedulerConfig(
-            max_model_len=400, max_num_seqs=16, max_num_batched_tokens=64, max_logits_rows=64
-        )
-        self.scheduler = Scheduler(limits, layout, num_blocks)
-        self.kv = self.scheduler.kv
-        self.executor = NativeExecutor(
-            checkpoint,
-            compute,
-            layout,
-            num_blocks=num_blocks,
-            max_tokens=64,
-            max_logits_rows=64,
-            max_seqs=self.kv.tables.shape[1],
-            max_blocks_per_seq=self.kv.tables.shape[2],
-            logits_slice=logits_slice,
-            threads=1,
-        )
-        sampler = self.executor.new_sampler(config.vocab_size)
-        speculator = None
-        if layers is not None:
-            target = Target(
-                checkpoint, compute, self.executor, self.scheduler, sampler, probabilities
-            )
-            self.drafter = LayerSkipDrafter(target, layers)
-            speculator = Speculator(self.drafter, config.vocab_size, num_drafts)
-        self.engine = Engine(
-            self.executor,
-            self.scheduler,
-            sampler,
-            Clock(),
-            vocab_size=config.vocab_size,
-            speculator=speculator,
-        )
-
-    def add(self, length: int, **params: Any) -> None:
-        settings = SamplingParams(seed=length, ignore_eos=True, **params)
-        request = Request(request_id=str(length), prompt_token_ids=TEXT[:length], params=settings)
-        self.engine.add_request(request)
-
-    def decode(self, *lengths: int, steps: int = 3, **params: Any) -> list[Sequence]:
-        """Sequences in the midst of decoding."""
-        for length in lengths:
-            self.add(length, **params)
-        while self.scheduler.waiting or self.scheduler.prefilling:
-            self.engine.step()
-        for _ in range(steps):
-            self.engine.step()
-        return self.scheduler.decoding
-
-    def drain(self) -> dict[tuple[str, int], list[int]]:
-        tokens: dict[tuple[str, int], list[int]] = {}
-        while self.engine.has_work():
-            for delta in self.engine.step():
-                tokens.setdefault((delta.request_id, delta.choice), []).extend(delta.token_ids)
-            self.engine.check_integrity()
-        return tokens
+def house_of(checkpoint: Checkpoint, layers: tuple[int, ...] | None, **options: Any) -> House:
+    drafter = None if layers is None else partial(LayerSkipDrafter, layers=layers)
+    return House(checkpoint, drafter, **options)
 
 
 @pytest.mark.parametrize("kv_dtype", [KvDtype.BF16, KvDtype.INT8])
@@ -113,14 +35,14 @@ def test_a_draft_is_what_these_layers_say_behind_what_all_have_written(
     subset, one token at a time."""
     config = tiny.config(family, tied_embeddings=family != "gemma3")  # or a token is said for ever
     checkpoint = tiny.checkpoint(config, WeightFormat.Q8_0)
-    house = House(checkpoint, layers, kv_dtype=kv_dtype)
+    house = house_of(checkpoint, layers, kv_dtype=kv_dtype)
     # Their places in a block differ; the last one's draft begins a block.
     decoding = house.decode(5, 33, 61, max_tokens=100, temperature=0.0)
     drafts = house.drafter.propose(decoding, [6, 0, 20])
     assert [len(draft.token_ids) for draft in drafts] == [6, 0, 20]
     assert len(set(drafts[2].token_ids)) > 2
     for seq, draft in zip(decoding, drafts, strict=True):
-        fresh = House(checkpoint, None, kv_dtype=kv_dtype)
+        fresh = house_of(checkpoint, None, kv_dtype=kv_dtype)
         kv, executor = fresh.kv, fresh.executor
         subset = executor.add_program(keep_layers(program(checkpoint.config), layers))
         slot = kv.open()
@@ -153,7 +75,7 @@ def test_guesses_are_drawn_with_the_random_numbers_of_the_model() -> None:
     """Two of three layers are often right, at a temperature too: by chance it would be 1.4 %."""
     checkpoint = tiny.checkpoint(tiny.config(), WeightFormat.Q8_0)
     for temperature in (0.0, 1.0):
-        house = House(checkpoint, (0, 1))
+        house = house_of(checkpoint, (0, 1))
         house.add(20, max_tokens=150, temperature=temperature, repetition_penalty=1.1)
         house.drain()
         stats = house.engine.stats()
@@ -166,7 +88,7 @@ def test_outputs_are_those_without(logits_slice: int | None) -> None:
     checkpoint = tiny.checkpoint(tiny.config("gemma3"), WeightFormat.Q4_0)
 
     def outputs(layers: tuple[int, ...] | None) -> tuple[dict[tuple[str, int], list[int]], House]:
-        house = House(checkpoint, layers, num_blocks=70, logits_slice=logits_slice)
+        house = house_of(checkpoint, layers, num_blocks=70, logits_slice=logits_slice)
         for index, length in enumerate((1, 15, 16, 17, 40, 90, 120, 3, 31, 32)):
             temperature, n = (0.0, 0.8)[index % 2], (1, 1, 3)[index % 3]
             house.add(length, max_tokens=40, temperature=temperature, n=n, presence_penalty=0.5)
@@ -187,7 +109,7 @@ def held(house: House) -> tuple[int, list[int]]:
 
 def test_drafting_leaves_the_cache_as_it_was() -> None:
     """Also for drafts that span blocks, and where there is no room for all that is asked."""
-    house = House(tiny.checkpoint(tiny.config("gemma3")), (0,), num_blocks=44)
+    house = house_of(tiny.checkpoint(tiny.config("gemma3")), (0,), num_blocks=44)
     decoding = house.decode(30, 31, 32, 33, max_tokens=60, temperature=0.0)
     before = held(house)
     drafts = house.drafter.propose(decoding, [40] * 4)
@@ -201,7 +123,7 @@ def test_drafting_leaves_the_cache_as_it_was() -> None:
 def test_copies_that_wait_are_made_before_a_draft_and_once() -> None:
     """Where choices part, the block that they share is copied: by the pass that comes first."""
     checkpoint = tiny.checkpoint(tiny.config())
-    house = House(checkpoint, (0, 2))
+    house = house_of(checkpoint, (0, 2))
     house.add(20, max_tokens=30, temperature=1.0, n=3)
     batches: list[tuple[int, int]] = []
     execute = house.executor.execute
@@ -213,14 +135,14 @@ def test_copies_that_wait_are_made_before_a_draft_and_once() -> None:
     patch(house.executor, execute=seen)
     got = house.drain()
     assert [program for program, copies in batches if copies] == [1]
-    expected = House(checkpoint, None)
+    expected = house_of(checkpoint, None)
     expected.add(20, max_tokens=30, temperature=1.0, n=3)
     assert got == expected.drain()
 
 
 def test_a_pass_that_fails_loses_no_copy_and_no_block() -> None:
     checkpoint = tiny.checkpoint(tiny.config())
-    house = House(checkpoint, (0, 2))
+    house = house_of(checkpoint, (0, 2))
     house.add(20, max_tokens=30, temperature=1.0, n=3)
     execute, failures = house.executor.execute, []
 
@@ -235,13 +157,13 @@ def test_a_pass_that_fails_loses_no_copy_and_no_block() -> None:
     assert len(failures) == 1  # it is not asked again
     assert failures[0] > 0
     assert house.engine.stats().drafter_failures == 1
-    expected = House(checkpoint, None)
+    expected = house_of(checkpoint, None)
     expected.add(20, max_tokens=30, temperature=1.0, n=3)
     assert got == expected.drain()
 
 
 def test_probabilities_are_those_that_tokens_were_drawn_by() -> None:
-    house = House(tiny.checkpoint(tiny.config()), (0, 2), probabilities=True, logits_slice=8)
+    house = house_of(tiny.checkpoint(tiny.config()), (0, 2), probabilities=True, logits_slice=8)
     params = {"max_tokens": 60, "temperature": 0.7, "top_k": 5}
     decoding = house.decode(*range(20, 31), **params)
     drafts = house.drafter.propose(decoding, [3, 1, 0] + [2] * 8)
@@ -264,7 +186,7 @@ def test_probabilities_are_those_that_tokens_were_drawn_by() -> None:
 
 
 def test_it_does_not_remember_and_holds_nothing() -> None:
-    house = House(tiny.checkpoint(tiny.config()), (1,))
+    house = house_of(tiny.checkpoint(tiny.config()), (1,))
     decoding = house.decode(10, 20, max_tokens=60, temperature=0.0)
     first: list[Draft] = house.drafter.propose(decoding, [4, 4])
     assert house.drafter.propose(decoding, [4, 4]) == first
@@ -283,4 +205,4 @@ def test_it_does_not_remember_and_holds_nothing() -> None:
 )
 def test_layers_that_do_not_suit_the_model_are_refused(layers: tuple[int, ...], named: str) -> None:
     with pytest.raises(ValueError, match=f"speculative_config: {named}"):
-        House(tiny.checkpoint(tiny.config()), layers)
+        house_of(tiny.checkpoint(tiny.config()), layers)

@@ -14,7 +14,7 @@ from octavo.kv_cache.cache import peak_blocks
 from octavo.kv_cache.layout import KvLayout
 from octavo.machine.memory import as_size
 from octavo.models.program import Program
-from octavo.spec_decode import draft_model, medusa
+from octavo.spec_decode import draft_model, medusa, mtp
 from octavo.spec_decode.draft_checkpoint import DraftModel
 from octavo.spec_decode.heads import Heads
 from octavo.spec_decode.partial_draft import max_distributions
@@ -44,15 +44,17 @@ def plan_cache(
     available: int,
     draft: DraftModel | None = None,
     heads: Heads | None = None,
+    mtp_layer: mtp.MtpLayer | None = None,
 ) -> CachePlan:
     """Divide ``available`` bytes between weights, work space and blocks. The cache of a ``draft``
     model holds as many of the longest sequences as the model's, up to its own context length.
-    ``weight_bytes``: of the model and ``heads``.
+    ``weight_bytes``: of the model, ``heads`` and ``mtp_layer``.
 
     Raise `DoesNotFit` with the arithmetic.
     """
     model = compute.config
-    work = all_work_bytes(config, compute, None if draft is None else draft.program, heads)
+    draft_program = None if draft is None else draft.program
+    work = all_work_bytes(config, compute, draft_program, heads, mtp_layer)
     groups = len(layout.groups)
     if draft is not None:
         weight_bytes += draft.weight_bytes
@@ -139,9 +141,10 @@ def all_work_bytes(
     compute: Program,
     draft: Program | None = None,
     heads: Heads | None = None,
+    mtp_layer: mtp.MtpLayer | None = None,
 ) -> int:
-    """Return the bytes that steps work in, and that drafting with a ``draft`` model or ``heads``
-    needs in addition.
+    """Return the bytes that steps work in, and that drafting with a ``draft`` model, ``heads`` or
+    an ``mtp_layer`` needs in addition.
     """
     vocab_size = compute.config.vocab_size
     rows = config.max_logits_rows(longest_draft(config, heads))
@@ -156,6 +159,10 @@ def all_work_bytes(
     if heads is not None:
         work += medusa.work_bytes(
             heads, compute, config.max_num_batched_tokens, config.max_num_seqs, rows
+        )
+    if mtp_layer is not None:
+        work += mtp.work_bytes(
+            mtp_layer, compute, config.max_num_batched_tokens, config.max_num_seqs
         )
     if draft is not None:
         work += work_bytes(draft, config.max_num_batched_tokens, config.max_num_seqs)

@@ -161,4 +161,6 @@ class EngineConfig(SchedulerSettings):
     def layout_of(self, model: ModelConfig) -> KvLayout:
         from octavo.kv_cache.layout import KvDtype, KvLayout
 
-        return KvLayout.of(model, self.block_size, KvDtype.of(self.kv_cache_dtype))
+        mtp = self.speculation is not None and self.speculation.own_mtp
+        dtype = KvDtype.of(self.kv_cache_dtype)
+        return KvLayout.of(model, self.block_size, dtype, mtp=mtp and model.mtp_layers > 0)

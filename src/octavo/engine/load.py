@@ -23,7 +23,7 @@ from octavo.machine.cpu import usable_cpus
 from octavo.machine.memory import as_size, available_memory
 from octavo.models.families import program
 from octavo.scheduler.scheduler import Scheduler
-from octavo.spec_decode import draft_checkpoint, draft_model, layer_skip, medusa
+from octavo.spec_decode import draft_checkpoint, draft_model, layer_skip, medusa, mtp
 from octavo.spec_decode.draft_checkpoint import DraftModel
 from octavo.spec_decode.drafter import Drafter, ModelDrafter, Target
 from octavo.spec_decode.heads import Heads, heads_folder, read_heads
@@ -148,7 +148,9 @@ def check_capabilities(config: EngineConfig, keep_hidden: bool = False) -> None:
     speculation = config.speculation
     if speculation is None or not speculation.computes:
         return
-    if not able.added_programs or (speculation.method == "medusa" and not able.drafts_rows):
+    rows = speculation.method != "mtp" or able.hidden_rows
+    rows &= speculation.method != "medusa" or able.drafts_rows
+    if not able.added_programs or not rows:
         raise SettingsError(
             f"speculative_config: the {able.name} executor cannot draft by {speculation.method}"
         )
@@ -180,6 +182,10 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
                 f"{heads.path} has {heads.num_heads} heads: each drafts one token"
             )
         weights |= medusa.head_weights(heads, checkpoint)
+    mtp_layer: mtp.MtpLayer | None = None
+    if speculation is not None and speculation.own_mtp:
+        mtp_layer = mtp.read(checkpoint, config.quantization, threads)
+        weights |= mtp_layer.weights
     draft: DraftModel | None = None
     if speculation is not None and speculation.method == "draft_model":
         draft = draft_checkpoint.read(
@@ -198,7 +204,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     source = str(checkpoint.path)
     kind = executor_class(config.executor)
     held = kind.held_bytes(weights.values(), compute, source, config.isa)
-    plan = plan_cache(config, compute, layout, held, available_memory(), draft, heads)
+    plan = plan_cache(config, compute, layout, held, available_memory(), draft, heads, mtp_layer)
     compute = program(checkpoint.config, plan.max_model_len)
     limits = config.limits(plan.max_model_len, layout, longest_draft(config, heads))
     scheduler = Scheduler(limits, layout, plan.num_blocks)
@@ -214,6 +220,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         threads=config.threads,
         isa=config.isa,
         keep_hidden=keep_hidden or heads is not None,
+        all_hidden=mtp_layer is not None,
         digest=config.kv_offload_dir is not None,
         state_log_rows=limits.state_log_rows,
         rates=guessed(threads),
@@ -236,6 +243,8 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
                 drafter = medusa.MedusaDrafter(heads, target)
             elif draft is not None:
                 drafter = draft_model.DraftModelDrafter(target, draft, plan.draft_blocks)
+            elif mtp_layer is not None:
+                drafter = mtp.MtpDrafter(target, mtp_layer)
             else:
                 drafter = layer_skip.LayerSkipDrafter(target, speculation.layers or ())
     except BaseException:

@@ -80,7 +80,8 @@ class StepResult(NamedTuple):
     executor may want to hold: then these are the first of the L rows only, and
     ``logits_from(row)`` computes as many from that row on, in the same memory; ``row`` is a
     multiple of their number. ``hidden`` [L, width] are the rows that all the logits are made of,
-    behind the last norm, from an executor that was asked to keep them; valid as long.
+    behind the last norm, from an executor that was asked to keep them, or [T, width] those of all
+    tokens; valid as long.
     """
 
     logits: Float32 | None
@@ -121,6 +122,7 @@ class LoadOptions(ExecutorSizes, total=False):
     threads: int | None  # None: as many as the process may use
     isa: str | None  # an instruction-set tier; None: the best
     keep_hidden: bool  # steps give `StepResult.hidden`
+    all_hidden: bool  # … of all tokens
     digest: bool  # make `Executor.digest`
     state_log_rows: int  # tokens whose inputs of recurrent layers can be kept (`StateBatch.log`)
     rates: Rates  # of a simulated machine

@@ -152,10 +152,19 @@ class KvLayout:
         raise KeyError(layer)
 
     @staticmethod
-    def of(config: ModelConfig, block_size: int = 16, dtype: KvDtype = KvDtype.BF16) -> KvLayout:
+    def of(
+        config: ModelConfig,
+        block_size: int = 16,
+        dtype: KvDtype = KvDtype.BF16,
+        *,
+        mtp: bool = False,
+    ) -> KvLayout:
         """Return the layout for a model: groups of layers of one kind, with which a sequence of its
-        whole context takes the least memory.
+        whole context takes the least memory. ``mtp``: with its layer for multi-token prediction,
+        which comes behind the others.
         """
+        if mtp:
+            config = replace(config, layers=(*config.layers, config.mtp_layer))
         layers = layers_by_kind(config)
         counts = {kind: len(each) for kind, each in layers.items()}
         lengths = lengths_by_kind(counts, dtype, config.context_length, block_size)

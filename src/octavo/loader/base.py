@@ -307,6 +307,9 @@ class Checkpoint:
     notes: tuple[str, ...] = ()  # what was decided about the files, to be said at load
     # As generation_config.json has it (engine/sampling_defaults.py).
     generation_config: dict[str, Any] = field(default_factory=dict)
+    # Reads what the layer for multi-token prediction has beside ``weights``. Raises
+    # `CheckpointError`, and `ValueError` where the model has no such layer.
+    mtp_weights: Callable[[], dict[str, Weight]] = field(default=dict, repr=False)
 
 
 def require_chat(checkpoint: Checkpoint) -> ChatTemplate:

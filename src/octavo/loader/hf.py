@@ -28,8 +28,9 @@ from octavo.loader.hf_tokenizer import GENERATION, hf_tokenizer
 from octavo.loader.interleaved_experts import interleaved_experts
 from octavo.loader.quantization_config import ModelTensors
 from octavo.models.config import ModelConfig
-from octavo.models.families import FAMILIES, program
+from octavo.models.families import FAMILIES, mtp_shapes, program
 from octavo.models.family import ArrayForm, IntArray
+from octavo.models.program import Shapes
 
 TEMPLATE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"  # a folder
@@ -42,9 +43,18 @@ _TENSOR = re.compile(r"(?:layers\.(\d{1,4})\.)?([\w.]+?)(?:\.(weight|bias))?")
 _EXPERT = re.compile(r"\bexperts\.(\d{1,4})\.")
 # All experts' in one tensor, as transformers 5 has them in memory.
 _STACK = re.compile(
-    r"layers\.(\d{1,4})\.(?:mlp\.|feed_forward\.)?experts\.(gate_up_proj|down_proj)"
+    r"layers\.(\d{1,4})\.(?:mlp\.|feed_forward\.|block_sparse_moe\.)?"
+    r"(experts\.gate_up_proj|experts\.down_proj|input_linear\.weight|output_linear\.weight)"
 )
-_STACKS = {"gate_up_proj": "ffn_gate_up_exps", "down_proj": "ffn_down_exps"}
+_STACKS = {
+    "experts.gate_up_proj": "ffn_gate_up_exps",
+    "experts.down_proj": "ffn_down_exps",
+    "input_linear.weight": "ffn_gate_up_exps",
+    "output_linear.weight": "ffn_down_exps",
+}
+# What belongs to layers for multi-token prediction, and which of them.
+_MTP = "mtp."
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d{1,4})\.")
 # Frequencies that old files carry along; they follow from config.json.
 _COMPUTED = "rotary_emb.inv_freq"
 _FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
@@ -57,6 +67,7 @@ def load_folder(path: Path) -> Checkpoint:
     stored = HfWeights(folder)
     tensors = ModelTensors(stored)
     config = model_config(folder)
+    config = replace(config, mtp_layers=_mtp_layers(tensors, config))
     try:
         config, weights = _bind(tensors, config)
     except CheckpointError as error:
@@ -76,6 +87,7 @@ def load_folder(path: Path) -> Checkpoint:
         quantization=tensors.quantization,
         notes=tuple(folder.notes),
         generation_config=folder.json_if_any(GENERATION),
+        mtp_weights=lambda: _mtp_weights(tensors, config),
     )
 
 
@@ -87,30 +99,69 @@ def _release(stored: HfWeights) -> None:
 def _bind(tensors: ModelTensors, config: ModelConfig) -> tuple[ModelConfig, dict[str, Weight]]:
     """The weights by role, and the config as they have it."""
     folder = tensors.stored.folder
-    shapes, passed_over = program(config).weights, unread(config)
-    weights: dict[str, Weight] = {}
-    drafting = FAMILIES[config.family].drafting
+    names, has_mtp = {}, FAMILIES[config.family].mtp is not None
     for name in tensors.names:
-        if drafting and name.startswith(drafting):
-            continue
+        plain = _plain(name)
         if name.removeprefix("model.").startswith(FAMILIES[config.family].ignored):
             folder.note("only the language model is loaded, not what sees pictures or hears")
+        elif not (has_mtp and plain.startswith(_MTP)):
+            names[name] = plain
+    weights = _by_role(tensors, names, program(config).weights, config)
+    config = _tie(folder, config, weights, tensors.names)
+    return config, _bound(folder, weights, program(config).weights, config)
+
+
+def _mtp_layers(tensors: ModelTensors, config: ModelConfig) -> int:
+    """How many layers for multi-token prediction there are: some writers leave them out, and some
+    models have no key for them.
+    """
+    found = {match[1] for name in tensors.names if (match := _MTP_LAYER.match(_plain(name)))}
+    known = FAMILIES[config.family].mtp is not None and found
+    return max(config.mtp_layers, len(found)) if known else 0
+
+
+def _mtp_weights(tensors: ModelTensors, config: ModelConfig) -> dict[str, Weight]:
+    """What such a layer has beside the model's weights. Its tensors are named as if its layer were
+    the one behind the model's last, and what is around it were a part of it.
+    """
+    shapes, layer = mtp_shapes(config), f"layers.{len(config.layers)}."
+    names = {
+        name: _MTP_LAYER.sub(layer, plain) if _MTP_LAYER.match(plain) else layer + plain
+        for name in tensors.names
+        if (plain := _plain(name)).startswith(_MTP)
+    }
+    weights = _by_role(tensors, names, shapes, config)
+    return _bound(tensors.stored.folder, weights, shapes, config)
+
+
+def _by_role(
+    tensors: ModelTensors, names: Mapping[str, str], shapes: Shapes, config: ModelConfig
+) -> dict[str, Weight]:
+    """``names`` are those of the tensors, and what they would be in a folder of a base model."""
+    weights: dict[str, Weight] = {}
+    passed_over = unread(config)
+    for name, plain in names.items():
+        if name.endswith(_COMPUTED) or _nothing(tensors, name, plain, shapes, config.family):
             continue
-        if name.endswith(_COMPUTED) or _nothing(tensors, name, shapes, config.family):
-            continue
-        for role, weight in _weights(tensors, name, shapes, config):
+        for role, weight in _weights(tensors, name, plain, shapes, config):
             if role in passed_over:
                 continue
             if role in weights:
                 file = tensors.stored.place[tensors.first(name)]
-                folder.fail(file, f"has {role} twice: {name!r} is not the first")
+                tensors.stored.folder.fail(file, f"has {role} twice: {name!r} is not the first")
             weights[role] = weight
-    config = _tie(folder, config, weights, tensors.names)
-    bound = bind(str(folder.path), weights, program(config).weights)
-    shifts = {role: shift for role in bound if (shift := FAMILIES[config.family].shift(role))}
+    return weights
+
+
+def _bound(
+    folder: HfFolder, weights: dict[str, Weight], shapes: Shapes, config: ModelConfig
+) -> dict[str, Weight]:
+    """Exactly the weights of those shapes, with the numbers that are meant."""
+    bound, family = bind(str(folder.path), weights, shapes), FAMILIES[config.family]
+    shifts = {role: shift for role in bound if (shift := family.shift(role))}
     bound |= {role: _shifted(bound[role], shift) for role, shift in shifts.items()}
-    forms = {role: form for role in bound if (form := FAMILIES[config.family].form(role))}
-    return config, bound | {role: _read(bound[role], form) for role, form in forms.items()}
+    forms = {role: form for role in bound if (form := family.form(role))}
+    return bound | {role: _read(bound[role], form) for role, form in forms.items()}
 
 
 def _tie(
@@ -145,11 +196,14 @@ def _tie(
     return replace(config, tied_embeddings=False)
 
 
+def _plain(name: str) -> str:
+    return _PREFIX.sub("", name, count=1)
+
+
 def _weights(
-    tensors: ModelTensors, name: str, shapes: dict[str, tuple[int, ...]], config: ModelConfig
+    tensors: ModelTensors, name: str, plain: str, shapes: Shapes, config: ModelConfig
 ) -> list[tuple[str, Weight]]:
     """What a tensor is in the Program, by role; by its own name if it is nothing there."""
-    plain = _PREFIX.sub("", name, count=1)
     if FAMILIES[config.family].interleaved_experts:
         interleaved = interleaved_experts(tensors.stored, name, plain, config)
         if interleaved is not None:
@@ -161,8 +215,8 @@ def _weights(
         except ValueError as error:
             tensors.stored.folder.fail(tensors.stored.place[name], str(error))
         return list(found.items())
-    roles = _roles(name, config.family)
-    if places := _gathered(name, shapes, config):
+    roles = _roles(plain, shapes, config.family)
+    if places := _gathered(plain, shapes, config):
         total = sum(map(len, places.values()))
         whole = tensors.weight(name, total, shapes[next(iter(places))][-1])
         try:
@@ -172,7 +226,7 @@ def _weights(
     if any(role not in shapes for role in roles):
         if name in tensors.modules:
             tensors.stored.refuse(tensors.first(name), "is not used by this model family")
-        role = roles[0] if len(roles) == 1 else name
+        role = name if len(roles) != 1 or roles[0] == plain else roles[0]
         return [(role, tensors.stored.weight(name))]
     rows = [shapes[role][0] for role in roles]
     weight = tensors.weight(name, sum(rows), shapes[roles[0]][-1])
@@ -185,43 +239,41 @@ def _weights(
     return list(zip(roles, weight.split(rows), strict=True))
 
 
-def _gathered(
-    name: str, shapes: dict[str, tuple[int, ...]], config: ModelConfig
-) -> dict[str, IntArray]:
+def _gathered(plain: str, shapes: Shapes, config: ModelConfig) -> dict[str, IntArray]:
     """The roles whose rows are interleaved in a tensor, and where they are in it."""
-    match = _TENSOR.fullmatch(_PREFIX.sub("", name, count=1))
+    match = _TENSOR.fullmatch(plain)
     if match is None or match[1] is None:
         return {}
     ending = ".bias" if match[3] == "bias" else ""
     return gathered(f"layers.{int(match[1])}.", match[2], ending, shapes, config, gguf=False)
 
 
-def _roles(name: str, family: str) -> list[str]:
+def _roles(plain: str, shapes: Shapes, family: str) -> list[str]:
     """The roles whose rows a tensor has, one after another; its own name if it is unknown."""
-    plain, record = _PREFIX.sub("", name, count=1), FAMILIES[family]
+    record = FAMILIES[family]
     match = _TENSOR.fullmatch(plain)
     if match is None:
-        return [name]
+        return [plain]
     prefix = "" if match[1] is None else f"layers.{int(match[1])}."
     ending = ".bias" if match[3] == "bias" else ""
     part, number = match[2], ""
     if match[3] is None and part not in record.bare.values():
-        return [name]
+        return [plain]
     if expert := _EXPERT.search(part):
         part, number = _EXPERT.sub("experts.{}.", part, count=1), f".{int(expert[1])}"
-    parts = record.fusions.get(part, (record.roles.get(part),))
-    return [name if each is None else prefix + each + number + ending for each in parts]
+    role = record.roles.get(part)
+    choices = record.fusions.get(part, [() if role is None else (role,)])
+    found = [[prefix + each + number + ending for each in parts] for parts in choices]
+    return next((roles for roles in found if roles and roles[0] in shapes), found[0] or [plain])
 
 
-def _nothing(
-    tensors: ModelTensors, name: str, shapes: dict[str, tuple[int, ...]], family: str
-) -> bool:
+def _nothing(tensors: ModelTensors, name: str, plain: str, shapes: Shapes, family: str) -> bool:
     """Whether it is a bias of zeros that some GPTQ writers give modules that have none."""
     module, _, part = name.rpartition(".")
     return (
         part == "bias"
         and f"{module}.weight" in tensors.modules
-        and not any(role in shapes for role in _roles(name, family))
+        and not any(role in shapes for role in _roles(plain, shapes, family))
         and not tensors.stored.weight(name).data.any()
     )
 

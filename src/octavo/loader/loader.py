@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,8 +29,9 @@ from octavo.loader.metadata import model_config
 from octavo.loader.pull import known_at
 from octavo.loader.tokenizer import BpeTokenizer
 from octavo.models.config import ModelConfig
-from octavo.models.families import FAMILIES, program
+from octavo.models.families import FAMILIES, mtp_shapes, program
 from octavo.models.family import Family
+from octavo.models.program import Shapes
 
 # Tensors that are read into the ModelConfig and are no weights of the Program.
 _CONFIG_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -51,8 +53,7 @@ def load(path: Path) -> Checkpoint:
 def load_gguf(path: Path) -> Checkpoint:
     file = open_gguf(path)
     config = model_config(file)
-    shapes = program(config).weights
-    weights = bind(str(file.path), _by_role(file, config, shapes), shapes)
+    weights = _weights(file, config, program(config).weights)
     tokenizer = gguf_tokenizer(file, config.vocab_size)
     trim_heap()
     return Checkpoint(
@@ -65,6 +66,7 @@ def load_gguf(path: Path) -> Checkpoint:
         file_bytes=file.nbytes,
         notes=tuple(file.notes),
         generation_config=of_gguf(file),
+        mtp_weights=lambda: _weights(file, config, mtp_shapes(config), mtp=True),
     )
 
 
@@ -100,18 +102,34 @@ def parts_of(role: str) -> tuple[str, str]:
 
 
 def _drafts(tensor: str, config: ModelConfig) -> bool:
-    """Whether a tensor is of layers behind the model's own, which only draft."""
+    """Whether a tensor is of layers behind the model's own: those for multi-token prediction."""
     match = _BLOCK.match(tensor)
     return match is not None and int(match[1]) >= len(config.layers)
 
 
+def vectors_as_matrices(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of matrices that are vectors of a Program, by role without the layer's number."""
+    recurrent = FAMILIES[config.family].recurrent
+    shape = next((each.recurrence for each in config.layers if each.recurrence is not None), None)
+    return {} if recurrent is None or shape is None else recurrent.gguf_matrices(shape)
+
+
+def _weights(
+    file: GgufFile, config: ModelConfig, shapes: Shapes, *, mtp: bool = False
+) -> dict[str, Weight]:
+    """The weights of the model, or of its layer for multi-token prediction."""
+    names = [name for name in file.tensors if _drafts(name, config) is mtp]
+    return bind(str(file.path), _by_role(file, names, config, shapes), shapes)
+
+
 def _by_role(
-    file: GgufFile, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
+    file: GgufFile, names: list[str], config: ModelConfig, shapes: Shapes
 ) -> dict[str, Weight]:
     weights: dict[str, Weight] = {}
     family, passed_over = FAMILIES[config.family], unread(config)
-    for name in file.tensors:
-        if name in _CONFIG_TENSORS or _drafts(name, config) or role(name, family) in passed_over:
+    matrices = vectors_as_matrices(config)
+    for name in names:
+        if name in _CONFIG_TENSORS or role(name, family) in passed_over:
             continue
         weight, key = file.weight(name), role(name, family)
         prefix, part = parts_of(key)
@@ -138,6 +156,8 @@ def _by_role(
         elif roles and len(rows) == len(roles) and weight.shape[0] == sum(rows):
             found = dict(zip(roles, weight.split(rows), strict=True))
         else:
+            if key in shapes and weight.shape == matrices.get(part):
+                weight = weight._replace(shape=shapes[key])
             found = {key: weight}
         if twice := sorted(found.keys() & weights.keys()):
             file.fail(f"has {listed(twice)} twice: tensor {name!r} is not the first")

@@ -31,9 +31,10 @@ from octavo.models.refused import refusal
 from octavo.models.rope import yarn_factors, yarn_magnitude
 
 KV = ("attn_k", "attn_v")
+MTP = "nextn.eh_proj.weight"  # of every layer for multi-token prediction
 PROJECTIONS = (
     *("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
-    "ffn_gate_inp",
+    *("ffn_gate_inp", "ssm_conv1d"),
 )
 # Keys that may have a number for each layer, where llama.cpp takes one for all, too.
 KV_HEADS = "attention.head_count_kv"
@@ -67,9 +68,9 @@ class _Reader:
         file = self.file
         hidden = self.positive("embedding_length")
         heads = self.positive("attention.head_count")
-        # Those behind the model's own only draft.
-        drafting = self.positive("nextn_predict_layers", 0, least=0)
-        num_layers = self.positive("block_count", least=drafting + 1) - drafting
+        # Those behind the model's own, for multi-token prediction.
+        mtp_layers = self.positive("nextn_predict_layers", 0, least=0)
+        num_layers = self.positive("block_count", least=mtp_layers + 1) - mtp_layers
         if num_layers > MAX_LAYERS:
             self.fail("block_count", f"is above {MAX_LAYERS}")
         if not self.has("attention.key_length") and hidden % heads:
@@ -120,6 +121,8 @@ class _Reader:
                 ]
             ),
             "temperature": temperature,
+            # Some writers leave them out.
+            "mtp_layers": mtp_layers * (f"blk.{num_layers}.{MTP}" in file.tensors),
             "context_length": self.context,  # as the rotary scaling has it
             "biases": self.biases(num_layers),
         }
@@ -156,6 +159,7 @@ class _Reader:
     def shared_expert(self) -> int:
         """The width of the expert that every token goes to, or 0."""
         key = self.family.shared_expert_size
+        self.used.add(key)
         return self.positive(key) if key and self.experts is not None else 0
 
     def biases(self, num_layers: int) -> frozenset[str]:
@@ -197,6 +201,9 @@ class _Reader:
             layers = (far,) * count
         else:
             layers = self.windowed_layers(count, far, head_dim, self.family.windows)
+        switch = self.family.rotary_switch
+        if switch and not self.file.get(self.prefix + switch, bool, True):
+            return tuple(replace(layer, rope=UNROTATED) for layer in layers)
         if self.family.rotates_windows:
             return tuple(
                 replace(layer, rope=layer.rope if layer.window else UNROTATED) for layer in layers
@@ -246,6 +253,9 @@ class _Reader:
         if not self.recurrent:
             return list(layers)
         shape = recurrent.gguf(self.positive)
+        for key, value in recurrent.gguf_keys(shape).items():
+            if self.positive(key) != value:
+                self.fail(key, f"contradicts the others, which make it {value}")
         return [
             replace(layer, recurrence=shape) if flag else layer
             for layer, flag in zip(layers, flags, strict=True)

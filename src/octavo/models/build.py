@@ -65,9 +65,13 @@ class Builder:
     def layers(self) -> Iterator[Layer]:
         """Yield the config's layers; what is written meanwhile belongs to the current one."""
         for index, layer in enumerate(self.config.layers):
-            self.index, self._prefix, self._layer = index, f"layers.{index}.", layer
+            self.enter(index, layer)
             yield layer
         self._prefix, self._layer = "", None
+
+    def enter(self, index: int, layer: Layer) -> None:
+        """Make a layer the current one."""
+        self.index, self._prefix, self._layer = index, f"layers.{index}.", layer
 
     def role(self, name: str) -> str:
         """Return the role of a weight: of the current layer, or of none."""
@@ -214,9 +218,10 @@ class Builder:
         """Add a value to the residual stream."""
         self.append(Add("x", h, "x"))
 
-    def head(self) -> Program:
+    def head(self, norm: str = "output_norm") -> Program:
+        """Write down the last norm and the logits, and return all that is written."""
         c = self.config
-        self.norm("x", "output_norm", "x", scale=c.logits_scale)
+        self.norm("x", norm, "x", scale=c.logits_scale)
         self.append(Logits("x", c.head, c.logits_softcap))
         used = {name for op in self.ops for name in (*op.reads, *op.writes)}
         widths = {name: width for name, width in self.widths.items() if name in used}

@@ -170,6 +170,7 @@ class ModelConfig:
     logits_scale: float = 1.0
     per_layer_input: int = 0  # elements that each layer gets of a token's embedding; 0: none
     biases: frozenset[str] = frozenset()  # projections of every layer with a bias: "attn_q", …
+    mtp_layers: int = 0  # layers for multi-token prediction behind the model's own: `mtp_layer`
     sinks: bool = False  # of attention: a score a head, to which no value belongs
     swiglu_alpha: float = 1.702  # of `Activation.SWIGLU_CLAMPED`
     swiglu_limit: float = 7.0
@@ -276,6 +277,11 @@ class ModelConfig:
             f"{name}, positions of sequences of {length} tokens for all, although training had "
             f"{rule.original}: short ones lose by it"
         )
+
+    @property
+    def mtp_layer(self) -> Layer:
+        """What a layer for multi-token prediction is like: the last one with attention."""
+        return next(layer for layer in reversed(self.layers) if layer.recurrence is None)
 
     @property
     def experts(self) -> Experts | None:

@@ -12,7 +12,7 @@ from octavo import models
 from octavo.models.config import ModelConfig
 from octavo.models.family import Family
 from octavo.models.hf_type import HfType, HfWrapper
-from octavo.models.program import Program
+from octavo.models.program import Program, Shapes
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
@@ -47,3 +47,24 @@ def program(config: ModelConfig, max_model_len: int | None = None) -> Program:
         )
     family = FAMILIES[config.family]
     return family.program(config.for_length(max_model_len or config.default_length))
+
+
+def mtp_program(config: ModelConfig, max_model_len: int | None = None) -> Program:
+    """Return the Program of a model's layer for multi-token prediction, for sequences of up to
+    ``max_model_len`` tokens. Raises `ValueError` where there is none, or several.
+    """
+    build, count = FAMILIES[config.family].mtp, config.mtp_layers
+    name = config.name or config.family
+    if build is None or not count:
+        raise ValueError(f"{name} has no layer for multi-token prediction (MTP)")
+    if count > 1:
+        raise ValueError(
+            f"{name} has {count} layers for multi-token prediction (MTP), and only one is supported"
+        )
+    return build(config.for_length(max_model_len or config.default_length))
+
+
+def mtp_shapes(config: ModelConfig) -> Shapes:
+    """Return the shapes of the weights that only this layer has. Raises as `mtp_program`."""
+    own = program(config).weights
+    return {role: s for role, s in mtp_program(config).weights.items() if role not in own}

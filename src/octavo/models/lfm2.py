@@ -85,9 +85,9 @@ FAMILY = Family(
     eps=Key("norm_eps", "norm_eps", "attention.layer_norm_rms_epsilon"),
     recurrent=RecurrentLayers(
         layer_type=CONV,
-        hf=lambda count: ShortConvShape(count("hidden_size"), count("conv_L_cache")),
+        hf=lambda values: ShortConvShape(values.count("hidden_size"), values.count("conv_L_cache")),
         gguf=lambda count: ShortConvShape(count("embedding_length"), count("shortconv.l_cache")),
-        hf_keys=lambda shape: {"conv_L_cache": shape.taps},
+        hf_keys=lambda shape, _: {"conv_L_cache": shape.taps},
         gguf_keys=lambda shape: {"shortconv.l_cache": shape.taps},
     ),
     modules={

@@ -318,6 +318,23 @@ class Slice(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class Concat(Op):
+    """out = each row of x and, behind it, the row of y, which is as wide."""
+
+    READS = ("x", "y")
+
+    x: str
+    y: str
+    out: str
+
+    def work(self, program: Program) -> Work:
+        return Work()
+
+    def compute(self, at: Evaluation) -> None:
+        at.values[self.out] = np.concatenate([at.values[self.x], at.values[self.y]], axis=-1)
+
+
+@dataclass(frozen=True, slots=True)
 class Add(RowOp):
     """out = x + y."""
 

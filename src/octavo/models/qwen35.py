@@ -24,33 +24,53 @@ from octavo.models.family import (
     IntArray,
     RecurrentLayers,
 )
-from octavo.models.hf_type import FULL, HfType, HfWrapper, Rule, layers
-from octavo.models.program import Activate, GatedActivation, Program
+from octavo.models.hf_type import FULL, LINEAR, HfType, HfWrapper, Rule, layers
+from octavo.models.program import Activate, Concat, GatedActivation, Input, Program
 from octavo.models.recurrence import DecayGate, GatedDelta
 from octavo.models.recurrence_shape import DeltaShape
 from octavo.models.section import Section
-
-LINEAR = "linear_attention"  # the layer type
 
 
 def program(c: ModelConfig) -> Program:
     b = Builder(c)
     b.embed(c.embedding_scale)
     for layer in b.layers():
-        b.norm("x", "attn_norm", "h")
-        if isinstance(layer.recurrence, DeltaShape):
-            delta_net(b, layer.recurrence)
-        else:
-            gated_attention(b, layer)
-        b.add()
-        b.norm("x", "post_attention_norm", "h")
-        if layer.shared_expert:
-            b.shared_expert("h", layer.shared_expert, gate=True)
-        b.feed_forward("h", layer.experts)
-        if layer.shared_expert:
-            b.add("shared")
-        b.add()
+        _layer(b, layer)
     return b.head()
+
+
+def mtp_program(c: ModelConfig) -> Program:
+    """Return the Program that guesses the token behind the next one: from a token and the hidden
+    row that it was drawn from, through a layer of its own. The row that it goes on from is the one
+    its logits are made of.
+    """
+    b = Builder(c)
+    b.widths |= {"hidden": c.hidden_size, "both": 2 * c.hidden_size}
+    b.enter(len(c.layers), c.mtp_layer)
+    b.append(Input("hidden"))
+    b.embed(c.embedding_scale)
+    b.norm("x", "nextn.enorm", "x")
+    b.norm("hidden", "nextn.hnorm", "hidden")
+    b.append(Concat("x", "hidden", "both"))
+    b.linear("both", "nextn.eh_proj", "x")
+    _layer(b, c.mtp_layer)
+    return b.head("nextn.shared_head_norm")
+
+
+def _layer(b: Builder, layer: Layer) -> None:
+    b.norm("x", "attn_norm", "h")
+    if isinstance(layer.recurrence, DeltaShape):
+        delta_net(b, layer.recurrence)
+    else:
+        gated_attention(b, layer)
+    b.add()
+    b.norm("x", "post_attention_norm", "h")
+    if layer.shared_expert:
+        b.shared_expert("h", layer.shared_expert, gate=True)
+    b.feed_forward("h", layer.experts)
+    if layer.shared_expert:
+        b.add("shared")
+    b.add()
 
 
 def delta_net(b: Builder, shape: DeltaShape) -> None:
@@ -106,18 +126,18 @@ def delta_shape(count: Callable[[str], int], *, tiled: bool) -> DeltaShape:
 
 DELTA_NET = RecurrentLayers(
     layer_type=LINEAR,
-    hf=lambda count: DeltaShape(
-        key_heads=count("linear_num_key_heads"),
-        value_heads=count("linear_num_value_heads"),
-        key_dim=count("linear_key_head_dim"),
-        value_dim=count("linear_value_head_dim"),
-        taps=count("linear_conv_kernel_dim"),
+    hf=lambda values: DeltaShape(
+        key_heads=values.count("linear_num_key_heads"),
+        value_heads=values.count("linear_num_value_heads"),
+        key_dim=values.count("linear_key_head_dim"),
+        value_dim=values.count("linear_value_head_dim"),
+        taps=values.count("linear_conv_kernel_dim"),
         tiled=False,
     ),
     gguf=lambda count: delta_shape(
         count, tiled=count("ssm.time_step_rank") > count("ssm.group_count")
     ),
-    hf_keys=lambda shape: {
+    hf_keys=lambda shape, _: {
         "linear_num_key_heads": shape.key_heads,
         "linear_num_value_heads": shape.value_heads,
         "linear_key_head_dim": shape.key_dim,
@@ -145,6 +165,10 @@ MODULES = {
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
+    "nextn.eh_proj": "mtp.fc",
+    "nextn.enorm": "mtp.pre_fc_norm_embedding",
+    "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "mtp.norm",
 }
 BARE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 BIAS_KEYS = {"attention_bias": ATTENTION | {"attn_q_gate"}, "mlp_bias": FFN}
@@ -173,8 +197,9 @@ COMPUTED = {"layer_types": Rule("attention in every full_attention_interval-th",
 FAMILY = Family(
     name="qwen35",
     title="Qwen 3.5",
-    note="dense, text only: a vision tower is passed over, and so are layers that only draft",
+    note="dense, text only: no vision tower is loaded; a layer for multi-token prediction drafts",
     program=program,
+    mtp=mtp_program,
     recurrent=DELTA_NET,
     modules=MODULES,
     bare=BARE,
@@ -201,7 +226,6 @@ FAMILY = Family(
         ),
     ),
     ignored=("visual.",),
-    drafting="mtp.",
     bias_keys=BIAS_KEYS,
     norm_offset=1.0,
     whole_norms=frozenset({"ssm_norm"}),

@@ -36,8 +36,9 @@ def _beta_and_alpha(c: ModelConfig) -> dict[str, IntArray]:
 FAMILY = Family(
     name="qwen3next",
     title="Qwen3-Next",
-    note="sparse experts and a shared one; layers that only draft are passed over",
+    note="sparse experts and a shared one; a layer for multi-token prediction drafts",
     program=qwen35.program,
+    mtp=qwen35.mtp_program,
     recurrent=qwen35.DELTA_NET._replace(
         gguf=lambda count: qwen35.delta_shape(count, tiled=False),
     ),
@@ -73,7 +74,6 @@ FAMILY = Family(
             partial_rotary=0.25,
         ),
     ),
-    drafting="mtp.",
     bias_keys=qwen35.BIAS_KEYS,
     norm_offset=1.0,
     whole_norms=qwen35.FAMILY.whole_norms,

@@ -18,9 +18,9 @@ from octavo.strict_json import once
 
 # What ``model`` is for the methods that need one.
 _NEEDED_MODEL = {"draft_model": "one", "medusa": "the folder of the heads"}
-_METHODS = ("draft_model", "layer_skip", "ngram", "suffix", "medusa")
+_METHODS = ("draft_model", "layer_skip", "ngram", "suffix", "medusa", "mtp")
 # Methods whose drafters are made for a loaded model.
-_COMPUTING = frozenset({"draft_model", "layer_skip", "medusa"})
+_COMPUTING = frozenset({"draft_model", "layer_skip", "medusa", "mtp"})
 
 
 def _fail(reason: str) -> NoReturn:
@@ -42,8 +42,8 @@ def _number(low: int, high: int, *methods: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """``method`` is "draft_model", "layer_skip", "medusa", "ngram", "suffix" or "module:Class", a
-    `Drafter` of the user's own.
+    """``method`` is "draft_model", "layer_skip", "medusa", "mtp", "ngram", "suffix" or
+    "module:Class", a `Drafter` of the user's own.
 
     Raises `ValueError` naming the field that cannot be honoured.
     """
@@ -180,6 +180,11 @@ class SpeculativeConfig:
         else:
             text += f", up to {longest or tuning.LONGEST_DRAFT} tokens, as it pays"
         return text + (", checked by rejection" if self.rejection else "")
+
+    @property
+    def own_mtp(self) -> bool:
+        """Return whether the model's own layer for multi-token prediction drafts."""
+        return self.method == "mtp"
 
     @property
     def computes(self) -> bool:

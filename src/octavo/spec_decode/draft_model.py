@@ -119,7 +119,8 @@ class DraftModelDrafter(ModelDrafter):
                     cache.drafted.append(draft.last_token)
             slots = np.array([cache.slot for cache in caches], np.int32)
             copies = self.kv.take_copies()
-            result = self._executor.execute(next_batch(going, slots, passes, self.kv, copies))
+            batch = next_batch(going, slots, passes, self.kv, copies, state)
+            result = self._executor.execute(batch)
             passes += 1
         if state is not None:
             for seq in drafts:

@@ -8,6 +8,7 @@ import numpy as np
 
 from octavo.executor.base import Batch, Float32, Int32, StepResult
 from octavo.kv_cache.cache import KvCache
+from octavo.kv_cache.state_cache import StateCache
 from octavo.sampling.params import MIN_TEMPERATURE
 from octavo.sampling.sampler import Sampler, SamplerState
 from octavo.scheduler.sequence import Sequence as Seq
@@ -98,10 +99,15 @@ def extend(
 
 
 def next_batch(
-    drafts: Sequence[PartialDraft], slots: Int32, written: Int32 | int, kv: KvCache, copies: Int32
+    drafts: Sequence[PartialDraft],
+    slots: Int32,
+    written: int,
+    kv: KvCache,
+    copies: Int32,
+    state: StateCache | None,
 ) -> Batch:
     """Return a pass over the last token of each draft. ``written``: tokens that the passes before
-    wrote behind those of ``kv``. States of recurrent layers, if there are any, are on loan.
+    wrote behind those of ``kv``. ``state``: has states on loan for the pass's recurrent layers.
     """
     count = np.arange(len(drafts) + 1, dtype=np.int32)
     return Batch(
@@ -112,5 +118,5 @@ def next_batch(
         kv.tables,
         count[:-1],
         copies,
-        None if kv.state is None else kv.state.draft(slots, first=not np.any(written)),
+        None if state is None else state.draft(slots, first=not written),
     )

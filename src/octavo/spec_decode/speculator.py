@@ -292,9 +292,11 @@ class Speculator:
         ``runs``, before these are committed.
         """
         if self._model is not None:  # first: the next drafts may be made meanwhile
+            began = self._now()
             with self._guarded():
                 observe = self._model.begin if self._promising(scheduled) else self._model.observe
                 observe(scheduled, result, runs)
+            self.drafting_seconds += self._now() - began
         if self._gone:
             return
         if self._resting:  # next to nothing is done, between steps that run cold

@@ -52,7 +52,8 @@ NAMES = sorted(path.name for path in FAMILIES.iterdir())
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
 def test_every_family(name: str, tmp_path: Path) -> None:
-    assert_written(speaking(random_folder(name, tmp_path / "source")), tmp_path)
+    changes = {"hidden_size_per_layer_input": 32} if name == "gemma4-e" else {}  # whole blocks
+    assert_written(speaking(random_folder(name, tmp_path / "source", **changes)), tmp_path)
 
 
 def test_gpt_oss_of_a_rounded_range(tmp_path: Path) -> None:

@@ -56,8 +56,9 @@ class NativeExecutor(Executor):
 
     ``threads`` None: as many as the process may use; or ``pool``: those of another executor, if no
     two ever compute at the same time. ``keep_hidden``: steps give `StepResult.hidden`, a copy of
-    rows dearer. ``logits_slice``: rows of logits held at a time, a multiple of 8 or
-    ``max_logits_rows`` (None: `slice_rows`). ``isa`` forces an instruction-set tier ("generic",
+    rows dearer; ``all_hidden``: of all tokens, which then go through the whole last layer.
+    ``logits_slice``: rows of logits held at a time, a multiple of 8 or ``max_logits_rows`` (None:
+    `slice_rows`). ``isa`` forces an instruction-set tier ("generic",
     "avx2", "avx512", "avx512_bf16"); None: ``OCTAVO_ISA``, else the best this CPU has. ``digest``:
     have a `digest`, for which all that is loaded is hashed. Weights are copied, so the checkpoint's
     file may be unmapped afterwards.
@@ -91,6 +92,7 @@ class NativeExecutor(Executor):
         pool: _native.ThreadPool | None = None,
         isa: str | None = None,
         keep_hidden: bool = False,
+        all_hidden: bool = False,
         digest: bool = False,
         state_log_rows: int = 0,
         **sizes: Unpack[ExecutorSizes],
@@ -148,9 +150,10 @@ class NativeExecutor(Executor):
             str(checkpoint.path),
             checkpoint.release,
             keep_hidden=keep_hidden,
+            all_hidden=all_hidden,
         )
         self.costs = self._count(program)
-        self._programs = [(self.costs, keep_hidden)]
+        self._programs = [(self.costs, keep_hidden or all_hidden)]
         self.digest = content.digest() if digest else b""
 
     @classmethod
@@ -362,13 +365,21 @@ class _Loader:
         release: Callable[[], None],
         *,
         keep_hidden: bool = False,
+        all_hidden: bool = False,
         ids: Sequence[int] = (),
     ) -> list[lower.Region]:
         """Returns the regions, in the order they run in. ``source`` is named in errors."""
         self.source, self.release = source, release
         self._load_weights(program, weights)
         formats = {role: self.held[role].format for role in program.weights}
-        plan = lower.lower(program, formats, self.runtime, self.order_of, keep_hidden=keep_hidden)
+        plan = lower.lower(
+            program,
+            formats,
+            self.runtime,
+            self.order_of,
+            keep_hidden=keep_hidden,
+            all_hidden=all_hidden,
+        )
         self.runtime.allocate_activations(plan.row_bytes, plan.local_row_bytes)
         self.runtime.add_program(
             [(region.name, region.selected, self._built(region.work)) for region in plan.regions],

@@ -160,13 +160,15 @@ def lower(
     orders: Mapping[str, int] | None = None,
     *,
     keep_hidden: bool = False,
+    all_hidden: bool = False,
 ) -> Plan:
     """Lower a program. ``formats`` gives every matrix weight's format, ``kernels`` knows what a
     tier's linear kernels take (kernels/linear.h). ``orders`` numbers the order of the inputs of
     those that have one (`Weight.order`). ``keep_hidden``: the rows that logits are made of are put
-    by.
+    by; ``all_hidden``: and those that they could be made of.
     """
-    return _Lowering(program, formats, kernels, orders or {}, keep_hidden).run()
+    keep = keep_hidden or all_hidden
+    return _Lowering(program, formats, kernels, orders or {}, keep, all_hidden).run()
 
 
 class _Lowering:
@@ -177,9 +179,11 @@ class _Lowering:
         kernels: _native.Runtime,
         orders: Mapping[str, int],
         keep_hidden: bool,
+        all_hidden: bool,
     ) -> None:
         self.keep_hidden = keep_hidden
-        self.last_crossing = program.last_crossing
+        # The op behind which only rows that want logits are computed.
+        self.last_of_all = len(program.ops) if all_hidden else program.last_crossing
         self.formats = formats
         self.kernels = kernels
         self.orders = orders
@@ -201,7 +205,7 @@ class _Lowering:
                 i += self._row_function(i, op)
             else:
                 i += LOWERINGS[type(op)](self, i, op)
-            if not self.selected and i > self.last_crossing:
+            if not self.selected and i > self.last_of_all:
                 self._select(i)
         stretches = _stretches(self.regions)
         for buffer in self.buffers:
@@ -378,6 +382,12 @@ class _Lowering:
         )
         return 1
 
+    def _concat(self, i: int, op: model.Concat) -> int:
+        self._rows()
+        x, y = (self.views[value] for value in self.uses[i].reads)
+        self._step("concat", _native.ConcatStep, x, y, self._new_value(i), x.width, op=i)
+        return 1
+
     def _rope(self, i: int, op: model.RopeAndStoreKv) -> int:
         angles = self._angles(op.rope)
         q, k, v = (self.views[value] for value in self.uses[i].reads)
@@ -446,6 +456,8 @@ class _Lowering:
         if self.keep_hidden:
             self._rows()
             self._step("keep", _native.KeepStep, self._read(i), self._read(i).width)
+        if not self.selected:
+            self._select(i)
         buffer = self._prepare(self.uses[i].reads[0], op.weight)
         args = WeightRef(op.weight), buffer, op.softcap
         self._region("logits", (i,), _native.LogitsRegion, *args)
@@ -562,6 +574,7 @@ def _shape(op: Recurrence) -> LoweredStep:
 LOWERINGS: dict[type[model.Op], Callable[[_Lowering, int, Any], int]] = {
     model.Embed: _Lowering._embed,
     model.Slice: _Lowering._slice,
+    model.Concat: _Lowering._concat,
     model.Input: _Lowering._input,
     model.Linear: _Lowering._linears,
     model.GateRow: _Lowering._gate_row,

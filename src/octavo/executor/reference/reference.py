@@ -59,6 +59,7 @@ class ReferenceExecutor(Executor):
         layout: KvLayout,
         *,
         keep_hidden: bool = False,
+        all_hidden: bool = False,
         digest: bool = False,
         state_log_rows: int = 0,
         **sizes: Unpack[ExecutorSizes],
@@ -76,7 +77,8 @@ class ReferenceExecutor(Executor):
         self._programs: list[tuple[Program, bool, CostModel]] = []
         given = checkpoint.weights
         weights = {role: given[role] for role in program.weights if role in given}
-        self._load(program, weights, str(checkpoint.path), keep_hidden)
+        self._load(program, weights, str(checkpoint.path), keep_hidden or all_hidden)
+        self._all_hidden = all_hidden
         self.costs = self.costs_of(0)
         self.digest = self._digest() if digest else b""
 
@@ -173,8 +175,9 @@ class ReferenceExecutor(Executor):
             return some["logits"]
 
         logits = logits_from(0)
+        kept = values[x][0] if self._all_hidden and program == 0 else hidden
         took = time.perf_counter() - start
-        return StepResult(logits, took, logits_from, hidden if keep_hidden else None)
+        return StepResult(logits, took, logits_from, kept if keep_hidden else None)
 
     def export_blocks(self, blocks: Int32, into: Bytes | None = None) -> Bytes:
         data = self._arena[blocks]

@@ -12,11 +12,13 @@ _CLOSE = 1e-6  # relative: files have numbers in fp32
 
 
 def difference(wanted: ModelConfig, found: ModelConfig) -> str | None:
-    """What of it differs, or None. Names do not matter, nor does the order of rotated rows."""
+    """What of it differs, or None. Names do not matter, nor does the order of rotated rows; layers
+    for multi-token prediction are not written.
+    """
     for field in fields(ModelConfig):
         ours, theirs = getattr(wanted, field.name), getattr(found, field.name)
         match ours:
-            case _ if field.name == "name":
+            case _ if field.name in ("name", "mtp_layers"):
                 same = True
             case tuple():
                 if len(ours) != len(theirs):

@@ -161,6 +161,8 @@ def methods(
     some = [index for index in some if shares[index] is None or shares[index] in some]
     if len(some) < layers:
         named["layer_skip"] = SpeculativeConfig(method="layer_skip", layers=some)
+    if checkpoint.config.mtp_layers == 1:
+        named["mtp"] = SpeculativeConfig(method="mtp")
     defaults = set(named)
     for method in given:
         name, count = method.method, 1

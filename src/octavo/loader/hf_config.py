@@ -192,6 +192,7 @@ class _Reader:
         if self.family.embedding_root:
             values["embedding_scale"] = sqrt(self.hidden)
         values |= {key.field: self.number(key) for key in self.family.keys if key.hf}
+        values |= {name: self.section.flag(key) for name, key in self.family.switches.items()}
         for value, key, _, otherwise in self.family.fixed:
             if key and self.section.flag(key) is not value:
                 self.fail(f"{key} {self.values[key]!r} {otherwise}is not supported")

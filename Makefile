@@ -34,9 +34,10 @@ mutants: setup models  ## mutation testing of the core, a seeded sample (two hou
 long: setup models  ## the long runs of the property tests (hours)
 	OCTAVO_TEST_MODELS=required $(BIN)/pytest -q -m long --timeout 0 --hypothesis-profile search
 
-# Two scripts work on a folder that is named to them: make_quantized.py, quantized_readers.py.
+# Without the scripts that work on a folder or file that is named to them.
+NAMED := behaviour families k_quants make_quantized quantized_readers second_turn
 bench: setup models  ## what produces the published figures
-	for script in $(filter-out %/behaviour.py %/make_quantized.py %/quantized_readers.py,$(wildcard benchmarks/[!_]*.py)); do $(BIN)/python $$script || exit 1; done
+	for script in $(filter-out $(NAMED:%=benchmarks/%.py),$(wildcard benchmarks/[!_]*.py)); do $(BIN)/python $$script || exit 1; done
 
 # Any one Python builds the wheel for all: tests/test_wheel.py tries it with each one that it finds.
 wheel: setup models  ## one wheel for Python 3.11 and later in dist/, installed and tried (minutes)

@@ -173,7 +173,7 @@ def some_layers(target: Target) -> ModelDrafter:
 
 
 def mtp_layer(target: Target) -> ModelDrafter:
-    return MtpDrafter(target, mtp.read(target.checkpoint, None, 1))
+    return MtpDrafter(target, mtp.read(target.checkpoint, None, None, 1))
 
 
 COMPUTING: dict[str, Callable[[Target], ModelDrafter]] = {"layer_skip": some_layers}

@@ -30,7 +30,7 @@ Float32 = npt.NDArray[np.float32]
 
 
 def house_of(checkpoint: Checkpoint, *, drafts: bool = True, **options: Any) -> House:
-    layer = mtp.read(checkpoint, None, 1)
+    layer = mtp.read(checkpoint, None, None, 1)
     drafter = partial(MtpDrafter, layer=layer) if drafts else None
     return House(checkpoint, drafter, mtp=True, **options)
 

@@ -1,5 +1,5 @@
-"""Opens the folder of a Gemma 4 assistant: a small model for multi-token prediction that has no keys
-and values of its own, and drafts for the one model that it was trained with.
+"""Opens the folder of a Gemma 4 assistant: a small model for multi-token prediction that has no
+keys and values of its own, and drafts for the one model that it was trained with.
 """
 
 from __future__ import annotations

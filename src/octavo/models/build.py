@@ -121,9 +121,7 @@ class Builder:
         if layer.shares is None:
             self.norm("k", "attn_k_norm", "k", group)
 
-    def attend(
-        self, layer: Layer, out: str = "h", gate: str | None = None, ahead: int = 0
-    ) -> None:
+    def attend(self, layer: Layer, out: str = "h", gate: str | None = None, ahead: int = 0) -> None:
         """Write down attention, from q, k and v to ``out``. ``gate`` is a value as wide as q, whose
         sigmoid its result is multiplied by. ``ahead``: of queries on another layer's keys.
         """

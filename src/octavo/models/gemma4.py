@@ -69,11 +69,11 @@ def program(c: ModelConfig) -> Program:
 
 
 def assistant_program(c: ModelConfig, target: ModelConfig) -> Program:
-    """Return the Program of an assistant, a model for multi-token prediction that reads the target's
-    keys and values alone. From a token's embedding in the target and the hidden row that it was
-    drawn from it makes logits, and the row that it goes on from. The token stands behind those that
-    are in the cache, and so do all that are guessed. Raises `ValueError` where the two do not fit
-    together.
+    """Return the Program of an assistant: a model for multi-token prediction that reads the keys
+    and values of the target. From a token's embedding in the target and the hidden row that it was drawn
+    from it makes logits, and the row that it goes on from. The token's position is the first that
+    the cache does not have, and so is that of all that are guessed. Raises `ValueError` where the
+    two do not fit together.
     """
     b, within = Builder(c), ASSISTANT
     b.widths |= dict.fromkeys(("token", "hidden"), target.hidden_size)
@@ -100,11 +100,15 @@ def _owner(layer: Layer, c: ModelConfig, target: ModelConfig) -> int:
     """Return the target's layer whose keys and values an assistant's layer reads: the last one that
     has any and sees as much.
     """
-    for index, other in reversed([*enumerate(target.layers)]):
-        if other.shares is None and (other.window is None) == (layer.window is None):
-            break
-    else:
+    own_caches = (
+        index
+        for index, other in enumerate(target.layers)
+        if other.shares is None and (other.window is None) == (layer.window is None)
+    )
+    index = max(own_caches, default=-1)
+    if index < 0:
         raise ValueError("the model has no layer that sees as much as one of the assistant's")
+    other = target.layers[index]
     own = layer.window, layer.rope, c.heads_of(layer)
     if own != (other.window, other.rope, target.heads_of(other)):
         raise ValueError(

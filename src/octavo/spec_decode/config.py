@@ -87,8 +87,10 @@ class SpeculativeConfig:
                 low, high = range
                 if not _is_int(value) or not low <= value <= high:
                     _fail(f"{name} is {value!r}; it must be an integer from {low} to {high}")
-        if method == "mtp" and self.model is not None and not (
-            isinstance(self.model, str) and self.model
+        if (
+            method == "mtp"
+            and self.model is not None
+            and not (isinstance(self.model, str) and self.model)
         ):
             _fail(f"model is {self.model!r}, not the folder of an assistant")
         if method in _NEEDED_MODEL and not (isinstance(self.model, str) and self.model):

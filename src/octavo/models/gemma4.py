@@ -69,11 +69,13 @@ def program(c: ModelConfig) -> Program:
 
 
 def assistant_program(c: ModelConfig, target: ModelConfig) -> Program:
-    """Return the Program of an assistant: a model for multi-token prediction that reads the keys
-    and values of the target. From a token's embedding in the target and the hidden row that it was drawn
-    from it makes logits, and the row that it goes on from. The token's position is the first that
-    the cache does not have, and so is that of all that are guessed. Raises `ValueError` where the
-    two do not fit together.
+    """Return the Program of an assistant: a small model for multi-token prediction, which reads the
+    keys and values of its target.
+
+    It makes logits, and a row to go on from, of a token's embedding in the target and of the hidden
+    row that the token was drawn from. The token's position is the first that the cache does not
+    have; that of the tokens guessed is the same. Raises `ValueError` where the two do not fit
+    together.
     """
     b, within = Builder(c), ASSISTANT
     b.widths |= dict.fromkeys(("token", "hidden"), target.hidden_size)

@@ -194,7 +194,7 @@ struct ConvArguments {
 struct DeltaRows {
     const float *q, *k; // [depth] each, `ldk` floats apart, normalised
     int64_t ldk;
-    const float *v; // [kStateLanes] each, `ldv` floats apart
+    const float *v; // [kStateLanes] each for each tile, `ldv` floats apart
     int64_t ldv;
     const float *decay, *beta, *kq; // numbers; kq is the product of k and q
 };
@@ -214,11 +214,12 @@ struct RecurrenceKernels {
     // x *= scale / sqrt(sum of x² + 1e-6).
     void (*unit)(float *x, int64_t n, float scale);
     float (*dot)(const float *x, const float *y, int64_t n);
-    // Both change a tile of the state by the tokens and give the first `lanes` columns of what each
-    // token finds (delta net: S = g S + k d, with d = (v - g Sᵀk) beta, and finds Sᵀq; Mamba-2:
-    // S = e^(dt a) S + b (dt x), and finds Sᵀc + d x). Rows of out are ldo floats apart.
-    void (*delta)(float *tile, int64_t depth, int64_t tokens, const DeltaRows &, int64_t lanes,
-                  float *out, int64_t ldo);
+    // Both change a tile of the state (`delta`: as many, side by side, as `lanes` needs) by the
+    // tokens and give the first `lanes` columns of what each token finds (delta net: S = g S + k d,
+    // with d = (v - g Sᵀk) beta, and finds Sᵀq; Mamba-2: S = e^(dt a) S + b (dt x), and finds
+    // Sᵀc + d x). Rows of out are ldo floats apart.
+    void (*delta)(float *const *tiles, int64_t depth, int64_t tokens, const DeltaRows &,
+                  int64_t lanes, float *out, int64_t ldo);
     void (*mamba)(float *tile, int64_t depth, int64_t tokens, const MambaRows &, int64_t lanes,
                   float *out, int64_t ldo);
 };

@@ -14,6 +14,7 @@ namespace {
 constexpr int64_t kPiece = 64;         // tokens whose convolution is held at a time
 constexpr int64_t kConvChannels = 128; // of an item that does nothing else
 constexpr int64_t kMambaHeads = 2;     // of an item, which repeats the convolution of b and c
+constexpr int64_t kTilesAtOnce = 2;    // that go through a stretch of tokens together
 constexpr int64_t kItemsAThread = 16;  // wanted of a job, so that the threads end together
 constexpr int64_t kMaxTaps = 16;
 constexpr int64_t kAlignment = 64; // bytes
@@ -326,27 +327,25 @@ void Recurrence::convolve(const Layer &layer, const Span &span, int64_t begin, i
                           int64_t first, int64_t count, bool silu, float *out, int64_t ldo,
                           std::byte *arena, Scratch &scratch) const {
     const StatePart &part = state_.parts[size_t(layer.inputs)];
-    for (int64_t index = begin - part.depth; index < end; ++index) {
-        const float *&to = scratch.rows[size_t(index - begin + part.depth)];
-        if (index >= 0) {
-            to = row(layer, span, index) + first;
-            continue;
+    const int64_t old = std::clamp<int64_t>(part.depth - begin, 0, part.depth); // in the state
+    const int64_t stride = padded(count);
+    for (int64_t i = 0; i < part.depth + end - begin; ++i)
+        scratch.rows[size_t(i)] = i < old ? scratch.history.data() + i * stride
+                                          : row(layer, span, begin - part.depth + i) + first;
+    for (int64_t at = 0; old > 0 && at < count;) {
+        const int64_t lane = (first + at) % kStateLanes;
+        const int64_t lanes = std::min(kStateLanes - lane, count - at);
+        const float *tile = nullptr; // zeros
+        if (span.read >= 0)
+            tile = tile_at(part, span.read, (first + at) / kStateLanes, arena) + lane;
+        for (int64_t i = 0; i < old; ++i) {
+            float *to = scratch.history.data() + i * stride + at;
+            if (tile == nullptr)
+                std::fill_n(to, lanes, 0.0f);
+            else
+                std::copy_n(tile + (begin + i) * kStateLanes, lanes, to);
         }
-        const int64_t time = index + part.depth; // in the state
-        float *old = scratch.history.data() + time * padded(count);
-        to = old;
-        for (int64_t at = first; at < first + count;) {
-            const int64_t lane = at % kStateLanes;
-            const int64_t lanes = std::min(kStateLanes - lane, first + count - at);
-            if (span.read < 0) {
-                std::fill_n(old, lanes, 0.0f);
-            } else {
-                const float *tile = tile_at(part, span.read, at / kStateLanes, arena);
-                std::copy_n(tile + time * kStateLanes + lane, lanes, old);
-            }
-            old += lanes;
-            at += lanes;
-        }
+        at += lanes;
     }
     ConvArguments conv{};
     conv.rows = scratch.rows.data();
@@ -363,14 +362,15 @@ void Recurrence::convolve(const Layer &layer, const Span &span, int64_t begin, i
 }
 
 template <class F>
-void Recurrence::advance(const StatePart &part, const Span &span, int64_t tile, float *own,
-                         int64_t begin, int64_t end, std::byte *arena, F &&apply) const {
+void Recurrence::advance(const StatePart &part, const Span &span, int64_t first, int64_t count,
+                         float *own, int64_t begin, int64_t end, std::byte *arena,
+                         F &&apply) const {
     const auto bytes = size_t(part.tile_floats()) * sizeof(float);
-    // Between two stores the tile is already where the second will have it.
-    const auto place = [&](int64_t stretch) {
+    // Between two stores a tile is already where the second will have it.
+    const auto place = [&](int64_t stretch, int64_t i) {
         return stretch == span.num_stores
-                   ? own
-                   : tile_at(part, span.stores[3 * stretch + 2], tile, arena);
+                   ? own + i * part.tile_floats()
+                   : tile_at(part, span.stores[3 * stretch + 2], first + i, arena);
     };
     for (int64_t stretch = 0; stretch <= span.num_stores; ++stretch) {
         const bool stored = stretch < span.num_stores;
@@ -379,26 +379,29 @@ void Recurrence::advance(const StatePart &part, const Span &span, int64_t tile, 
         const bool at_end = from == end && end == span.total && stored;
         if (to < begin || (from >= end && !at_end) || (!stored && from == to))
             continue;
-        float *state = place(stretch);
-        if (from >= begin) {
+        float *tiles[kTilesAtOnce];
+        for (int64_t i = 0; i < count; ++i) {
+            tiles[i] = place(stretch, i);
+            if (from < begin)
+                continue;
             const float *source = nullptr;
             if (stretch > 0)
-                source = place(stretch - 1);
+                source = place(stretch - 1, i);
             else if (span.read >= 0)
-                source = tile_at(part, span.read, tile, arena);
+                source = tile_at(part, span.read, first + i, arena);
             if (source == nullptr)
-                std::memset(state, 0, bytes);
-            else if (source != state)
-                std::memcpy(state, source, bytes);
-            if (stored && source != state)
-                clear_after(part, span.stores[3 * stretch + 2], tile, arena);
+                std::memset(tiles[i], 0, bytes);
+            else if (source != tiles[i])
+                std::memcpy(tiles[i], source, bytes);
+            if (stored && source != tiles[i])
+                clear_after(part, span.stores[3 * stretch + 2], first + i, arena);
         }
         int64_t at = std::max(from, begin);
         const int64_t until = std::min(to, end);
         // Nobody asks for what the pending tokens find.
         for (const int64_t bound : {std::min(until, span.pending), until}) {
             if (at < bound) {
-                apply(state, at, bound);
+                apply(tiles, at, bound);
                 at = bound;
             }
         }
@@ -430,7 +433,7 @@ void Recurrence::run_item(const Layer &layer, const DeltaShape &shape, const Spa
     };
     float *q = scratch.conv.data(), *k = q + keys, *v = k + keys;
     float *kq = scratch.gates.data();
-    float unwanted[kStateLanes];
+    float unwanted[kTilesAtOnce * kStateLanes];
     for (int64_t begin = 0; begin < span.total; begin += kPiece) {
         const int64_t end = std::min(span.total, begin + kPiece);
         const auto read = [&](int64_t first, int64_t count, float *to) {
@@ -451,12 +454,13 @@ void Recurrence::run_item(const Layer &layer, const DeltaShape &shape, const Spa
             float *decay = kq + (1 + 2 * i) * kPiece, *beta = decay + kPiece;
             gather_gate(layer, span, begin, end, 0, head, decay);
             gather_gate(layer, span, begin, end, 1, head, beta);
-            for (int64_t j = 0; j < part.head_tiles(); ++j) {
+            for (int64_t j = 0; j < part.head_tiles(); j += kTilesAtOnce) {
+                const int64_t count = std::min(kTilesAtOnce, part.head_tiles() - j);
                 const int64_t column = j * kStateLanes;
-                const int64_t lanes = std::min(kStateLanes, value_dim - column);
+                const int64_t lanes = std::min(count * kStateLanes, value_dim - column);
                 float *own = reinterpret_cast<float *>(scratch.tiles.data()) +
                              (i * part.head_tiles() + j) * part.tile_floats();
-                const auto apply = [&](float *tile, int64_t from, int64_t to) {
+                const auto apply = [&](float *const *tiles, int64_t from, int64_t to) {
                     const int64_t at = from - begin;
                     const DeltaRows rows{q + at * width, k + at * width,
                                          width,          v + at * width + i * values + column,
@@ -466,10 +470,11 @@ void Recurrence::run_item(const Layer &layer, const DeltaShape &shape, const Spa
                     float *found = wanted ? out + (span.token + from - span.pending) * ldo +
                                                 head * value_dim + column
                                           : unwanted;
-                    tier_.recurrence.delta(tile, key_dim, to - from, rows, lanes, found,
+                    tier_.recurrence.delta(tiles, key_dim, to - from, rows, lanes, found,
                                            wanted ? ldo : 0);
                 };
-                advance(part, span, head * part.head_tiles() + j, own, begin, end, arena, apply);
+                advance(part, span, head * part.head_tiles() + j, count, own, begin, end, arena,
+                        apply);
             }
         }
     }
@@ -507,7 +512,7 @@ void Recurrence::run_item(const Layer &layer, const MambaShape &shape, const Spa
                 const int64_t lanes = std::min(kStateLanes, head_dim - column);
                 float *own = reinterpret_cast<float *>(scratch.tiles.data()) +
                              (i * part.head_tiles() + j) * part.tile_floats();
-                const auto apply = [&](float *tile, int64_t from, int64_t to) {
+                const auto apply = [&](float *const *tiles, int64_t from, int64_t to) {
                     const int64_t at = from - begin;
                     const MambaRows rows{x + at * width + i * inputs + column,
                                          width,
@@ -521,10 +526,10 @@ void Recurrence::run_item(const Layer &layer, const MambaShape &shape, const Spa
                     float *found = wanted ? out + (span.token + from - span.pending) * ldo +
                                                 head * head_dim + column
                                           : unwanted;
-                    tier_.recurrence.mamba(tile, states, to - from, rows, lanes, found,
+                    tier_.recurrence.mamba(tiles[0], states, to - from, rows, lanes, found,
                                            wanted ? ldo : 0);
                 };
-                advance(part, span, head * part.head_tiles() + j, own, begin, end, arena, apply);
+                advance(part, span, head * part.head_tiles() + j, 1, own, begin, end, arena, apply);
             }
         }
     }

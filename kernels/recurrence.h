@@ -146,11 +146,12 @@ class Recurrence {
     void convolve(const Layer &layer, const Span &span, int64_t begin, int64_t end, int64_t first,
                   int64_t count, bool silu, float *out, int64_t ldo, std::byte *arena,
                   Scratch &scratch) const;
-    // Takes a tile through tokens [begin, end) of a span: copies it to where it is stored and calls
-    // apply(tile, from, to) in between. `own` is its place behind the last store.
+    // Takes `count` tiles through tokens [begin, end) of a span: copies them to where they are
+    // stored and calls apply(tiles, from, to) in between. `own` is their place behind the last
+    // store.
     template <class F>
-    void advance(const StatePart &part, const Span &span, int64_t tile, float *own, int64_t begin,
-                 int64_t end, std::byte *arena, F &&apply) const;
+    void advance(const StatePart &part, const Span &span, int64_t first, int64_t count, float *own,
+                 int64_t begin, int64_t end, std::byte *arena, F &&apply) const;
     void run_item(const Layer &layer, const ShortConvShape &, const Span &span, int64_t unit,
                   float *out, int64_t ldo, std::byte *arena, Scratch &scratch) const;
     void run_item(const Layer &layer, const DeltaShape &, const Span &span, int64_t unit,

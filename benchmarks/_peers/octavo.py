@@ -48,6 +48,7 @@ def main() -> None:
     from octavo.executor.base import Batch
     from octavo.executor.native.executor import NativeExecutor
     from octavo.kv_cache.layout import KvLayout
+    from octavo.kv_cache.state_batch import whole
     from octavo.models import families
 
     task, _ = worker.arguments()
@@ -56,11 +57,12 @@ def main() -> None:
     groups = len(layout.groups)
     slots = task.sequences + 1  # the last is for prefills
     blocks = -(-max(task.prompt, task.context + task.steps) // layout.block_size)
+    first_page = groups * slots * blocks  # of the states of recurrent layers
     executor = NativeExecutor(
         checkpoint,
         families.program(checkpoint.config),
         layout,
-        num_blocks=groups * slots * blocks,
+        num_blocks=first_page + slots * layout.state_blocks,
         max_tokens=max(task.prompt, task.context, slots),
         max_logits_rows=slots,
         logits_slice=slots,
@@ -69,20 +71,24 @@ def main() -> None:
         threads=task.threads,
     )
     checkpoint.release()
-    tables = np.arange(groups * slots * blocks, dtype=np.int32).reshape(groups, slots, blocks)
+    tables = np.arange(first_page, dtype=np.int32).reshape(groups, slots, blocks)
     rng = np.random.default_rng(0)
 
     def step(chosen: range, start: int, length: int) -> float:
         """Runs tokens start … start + length - 1 of each chosen slot; seconds taken."""
         total = length * len(chosen)
+        offsets = np.arange(0, total + 1, length, dtype=np.int32)
+        each = np.array(chosen, np.int32)
+        starts = np.full(len(chosen), start, np.int32)
         batch = Batch(
             token_ids=task.tokens(rng, (total,)).astype(np.int32),
             positions=np.tile(np.arange(start, start + length, dtype=np.int32), len(chosen)),
-            seq_offsets=np.arange(0, total + 1, length, dtype=np.int32),
-            seq_slots=np.array(chosen, np.int32),
+            seq_offsets=offsets,
+            seq_slots=each,
             block_tables=tables,
             logits_rows=np.arange(length - 1, total, length, dtype=np.int32),
             copies=np.zeros((0, 2), np.int32),
+            state=whole(layout, starts, offsets, each, first_page),
         )
         began = time.perf_counter()
         executor.execute(batch)

@@ -95,7 +95,7 @@ void test_rows(const Tier &tier) {
         expect(tier, "rms_norm", out[i], wanted, 2e-6);
     }
     Floats plain(x.size());
-    apply(tier, "rms_norm", x.data(), nullptr, plain.data(), n, nullptr, 1e-5f);
+    apply(tier, "rms_norm", x.data(), nullptr, plain.data(), n, nullptr, {1e-5f});
     for (size_t i = 0; i < x.size(); ++i)
         expect(tier, "rms_norm without a weight", plain[i] * y[i], out[i], 0);
     apply(tier, "scale", x.data(), nullptr, plain.data(), n, y.data());
@@ -112,7 +112,7 @@ void test_rows(const Tier &tier) {
     if (in_place != out)
         expect(tier, "rms_norm in place", 1, 0, 0);
 
-    apply(tier, "layer_norm", x.data(), nullptr, out.data(), n, y.data(), 1e-5f);
+    apply(tier, "layer_norm", x.data(), nullptr, out.data(), n, y.data(), {1e-5f});
     const double mean = std::accumulate(x.begin(), x.end(), 0.0) / double(n);
     double variance = 0.0;
     for (const float value : x)
@@ -120,7 +120,7 @@ void test_rows(const Tier &tier) {
     for (size_t i = 0; i < x.size(); ++i)
         expect(tier, "layer_norm", out[i], (x[i] - mean) / std::sqrt(variance + 1e-5) * y[i], 4e-6);
     in_place = x;
-    apply(tier, "layer_norm", in_place.data(), nullptr, in_place.data(), n, y.data(), 1e-5f);
+    apply(tier, "layer_norm", in_place.data(), nullptr, in_place.data(), n, y.data(), {1e-5f});
     if (in_place != out)
         expect(tier, "layer_norm in place", 1, 0, 0);
 
@@ -666,8 +666,9 @@ Floats in_pieces(const Tier &tier, const char *what, Floats &tile, int64_t token
 }
 
 void test_delta(const Tier &tier) {
-    const int64_t depth = draw(1, 140), tokens = draw(1, 12), lanes = draw(1, kStateLanes);
-    const PaddedRows q(tokens, depth), v(tokens, kStateLanes);
+    const int64_t depth = draw(1, 140), tokens = draw(1, 12), lanes = draw(1, 5 * kStateLanes);
+    const int64_t tiles = (lanes + kStateLanes - 1) / kStateLanes;
+    const PaddedRows q(tokens, depth), v(tokens, tiles * kStateLanes);
     PaddedRows k = q;
     k.values = normal(int64_t(k.values.size()), 0.1f);
     const Floats kq = normal(tokens);
@@ -676,29 +677,35 @@ void test_delta(const Tier &tier) {
         decay[t] = 1.0f / (1.0f + std::exp(decay[t]));
         beta[t] = 1.0f / (1.0f + std::exp(beta[t]));
     }
-    Floats tile = normal(depth * kStateLanes);
+    Floats tile = normal(tiles * depth * kStateLanes);
     std::vector<double> state(tile.begin(), tile.end());
     const auto run = [&](float *at, int64_t first, int64_t count, float *out) {
+        std::vector<float *> places;
+        for (int64_t i = 0; i < tiles; ++i)
+            places.push_back(at + i * depth * kStateLanes);
         const DeltaRows rows{q.row(first),        k.row(first),     q.stride,
                              v.row(first),        v.stride,         decay.data() + first,
                              beta.data() + first, kq.data() + first};
-        tier.recurrence.delta(at, depth, count, rows, lanes, out, lanes);
+        tier.recurrence.delta(places.data(), depth, count, rows, lanes, out, lanes);
     };
     const Floats out = in_pieces(tier, "delta in pieces", tile, tokens, lanes, run);
     for (int64_t t = 0; t < tokens; ++t) {
         const double g = decay[size_t(t)];
-        for (int64_t lane = 0; lane < kStateLanes; ++lane) {
+        for (int64_t lane = 0; lane < tiles * kStateLanes; ++lane) {
+            const auto place = [&](int64_t i) {
+                return size_t((lane / kStateLanes * depth + i) * kStateLanes + lane % kStateLanes);
+            };
             double of_key = 0.0, of_query = 0.0;
             for (int64_t i = 0; i < depth; ++i) {
-                of_key += state[size_t(i * kStateLanes + lane)] * k.row(t)[i];
-                of_query += state[size_t(i * kStateLanes + lane)] * q.row(t)[i];
+                of_key += state[place(i)] * k.row(t)[i];
+                of_query += state[place(i)] * q.row(t)[i];
             }
             const double change = (v.row(t)[lane] - g * of_key) * beta[size_t(t)];
             if (lane < lanes)
                 expect(tier, "delta", out[size_t(t * lanes + lane)],
                        g * of_query + change * kq[size_t(t)], 2e-5);
             for (int64_t i = 0; i < depth; ++i) {
-                double &entry = state[size_t(i * kStateLanes + lane)];
+                double &entry = state[place(i)];
                 entry = g * entry + k.row(t)[i] * change;
             }
         }

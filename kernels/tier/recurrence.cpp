@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "simd.h"
 #include "tier.h"
 
@@ -66,39 +68,77 @@ template <class F> void for_rows(int64_t depth, F &&f) {
         f(i + j, j);
 }
 
+// Tiles that are changed together share what is loaded of keys and queries, and one's sums fill the
+// time in which another's are joined. More than these have no place for their sums in registers.
+#if defined(__AVX512F__)
+constexpr int64_t kTilesAtOnce = 2;
+#else
+constexpr int64_t kTilesAtOnce = 1;
+#endif
+
 // The update by a token is one pass with what the next one looks for, Sᵀk and Sᵀq.
-void delta(float *tile, int64_t depth, int64_t tokens, const DeltaRows &rows, int64_t lanes,
-           float *out, int64_t ldo) {
-    Sums of_key, of_query;
+template <int64_t Tiles>
+void delta_tiles(float *const *places, int64_t depth, int64_t tokens, const DeltaRows &rows,
+                 int64_t lanes, float *out, int64_t ldo) {
+    float *tiles[Tiles]; // in registers: what is stored could change the places
+    std::copy_n(places, Tiles, tiles);
+    Sums of_key[Tiles], of_query[Tiles];
+    const auto look_for = [&](int64_t c, int64_t j, Vec state, Vec key, Vec query) {
+        of_key[c].parts[j] = fma(state, key, of_key[c].parts[j]);
+        of_query[c].parts[j] = fma(state, query, of_query[c].parts[j]);
+    };
     for_rows(depth, [&](int64_t i, int64_t j) {
-        const Vec state = Vec::load(tile + i * kLanes);
-        of_key.parts[j] = fma(state, Vec::set(rows.k[i]), of_key.parts[j]);
-        of_query.parts[j] = fma(state, Vec::set(rows.q[i]), of_query.parts[j]);
+        const Vec key = Vec::set(rows.k[i]), query = Vec::set(rows.q[i]);
+        for (int64_t c = 0; c < Tiles; ++c)
+            look_for(c, j, Vec::load(tiles[c] + i * kLanes), key, query);
     });
     for (int64_t t = 0; t < tokens; ++t) {
-        const Vec decay = Vec::set(rows.decay[t]);
-        const Vec value = Vec::load(rows.v + t * rows.ldv);
-        const Vec change = (value - decay * of_key.total()) * Vec::set(rows.beta[t]);
-        const Vec found = fma(change, Vec::set(rows.kq[t]), decay * of_query.total());
-        store_part(found, out + t * ldo, lanes);
+        const Vec decay = Vec::set(rows.decay[t]), beta = Vec::set(rows.beta[t]);
+        const Vec kq = Vec::set(rows.kq[t]);
+        Vec change[Tiles];
+        for (int64_t c = 0; c < Tiles; ++c) {
+            const Vec value = Vec::load(rows.v + t * rows.ldv + c * kLanes);
+            change[c] = (value - decay * of_key[c].total()) * beta;
+            const Vec found = fma(change[c], kq, decay * of_query[c].total());
+            store_part(found, out + t * ldo + c * kLanes, std::min(kLanes, lanes - c * kLanes));
+        }
         const float *k = rows.k + t * rows.ldk;
-        const auto updated = [&](int64_t i) {
-            const Vec state = Vec::load(tile + i * kLanes);
-            const Vec next = fma(Vec::set(k[i]), change, decay * state);
-            next.store(tile + i * kLanes);
-            return next;
+        // All rows are read before one is written: tiles lie whole pages apart, and a processor
+        // that compares the ends of addresses would take one's row for another's.
+        Vec row[Tiles];
+        const auto update = [&](int64_t i) {
+            const Vec key = Vec::set(k[i]);
+            for (int64_t c = 0; c < Tiles; ++c)
+                row[c] = fma(key, change[c], decay * Vec::load(tiles[c] + i * kLanes));
+            for (int64_t c = 0; c < Tiles; ++c)
+                row[c].store(tiles[c] + i * kLanes);
         };
         if (t + 1 == tokens) {
-            for_rows(depth, [&](int64_t i, int64_t) { updated(i); });
+            for_rows(depth, [&](int64_t i, int64_t) { update(i); });
             return;
         }
-        of_key = of_query = Sums();
         const float *next_k = k + rows.ldk, *next_q = rows.q + (t + 1) * rows.ldk;
+        for (int64_t c = 0; c < Tiles; ++c)
+            of_key[c] = of_query[c] = Sums();
         for_rows(depth, [&](int64_t i, int64_t j) {
-            const Vec state = updated(i);
-            of_key.parts[j] = fma(state, Vec::set(next_k[i]), of_key.parts[j]);
-            of_query.parts[j] = fma(state, Vec::set(next_q[i]), of_query.parts[j]);
+            update(i);
+            const Vec key = Vec::set(next_k[i]), query = Vec::set(next_q[i]);
+            for (int64_t c = 0; c < Tiles; ++c)
+                look_for(c, j, row[c], key, query);
         });
+    }
+}
+
+void delta(float *const *tiles, int64_t depth, int64_t tokens, const DeltaRows &rows, int64_t lanes,
+           float *out, int64_t ldo) {
+    DeltaRows of_tiles = rows;
+    for (int64_t done = 0; done < lanes;) {
+        const int64_t left = (lanes - done + kLanes - 1) / kLanes;
+        const int64_t count = std::min(left, kTilesAtOnce);
+        const auto change = count == kTilesAtOnce ? delta_tiles<kTilesAtOnce> : delta_tiles<1>;
+        of_tiles.v = rows.v + done;
+        change(tiles + done / kLanes, depth, tokens, of_tiles, lanes - done, out + done, ldo);
+        done += count * kLanes;
     }
 }
 

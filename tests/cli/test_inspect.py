@@ -139,7 +139,10 @@ def test_parts(role: str, part: str) -> None:
 
 
 # A layer of each keeps (taps - 1) inputs of its convolution, and its matrices, as floats.
-STATES = {"lfm2moe": ("1 global, 3 recurrent", 3 * 2 * 32 * 4)}
+STATES = {
+    "lfm2moe": ("1 global, 3 recurrent", 3 * 2 * 32 * 4),
+    "granitehybrid": ("1 global, 3 recurrent", 3 * (3 * 128 + 4 * 16 * 16) * 4),
+}
 
 
 @pytest.mark.parametrize("family", STATES)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,6 +83,7 @@ MODELS: dict[str, Callable[[], Checkpoint]] = {
     "lfm2 Q4_0": lambda: tiny.checkpoint(tiny.config("lfm2"), WeightFormat.Q4_0),
     "qwen35 Q8_0": lambda: tiny.checkpoint(tiny.config("qwen35"), WeightFormat.Q8_0),
     "lfm2moe Q8_0": lambda: tiny.checkpoint(tiny.config("lfm2moe"), WeightFormat.Q8_0),
+    "granitehybrid F16": lambda: tiny.checkpoint(tiny.config("granitehybrid"), WeightFormat.F16),
     "gemma4 E, Q8_0": lambda: tiny.checkpoint(tiny.gemma4("e"), WeightFormat.Q8_0),
     "gemma4 F16, experts": lambda: tiny.checkpoint(tiny.gemma4("experts"), WeightFormat.F16),
     "gemma4 Q4_0, keys as values": lambda: tiny.checkpoint(tiny.gemma4("keys"), WeightFormat.Q4_0),
@@ -198,7 +199,10 @@ def of_this(config: ModelConfig) -> str | None:
 
 def fewer_layers(checkpoint: Checkpoint) -> Checkpoint:
     config = checkpoint.config
-    return replace(checkpoint, config=replace(config, layers=config.layers[:-1] or config.layers))
+    fewer = replace(config, layers=config.layers[:-1] or config.layers)
+    if config.per_layer_input:  # in one matrix for all layers
+        return tiny.checkpoint(fewer)
+    return replace(checkpoint, config=fewer)
 
 
 DRAFT_MODELS: dict[str | None, Callable[[Checkpoint], Checkpoint]] = {
@@ -410,15 +414,14 @@ def drawn_params(rng: random.Random, vocab: int, tight: bool) -> SamplingParams:
 
 
 def drawn_setting(
-    rng: random.Random, layout_of: Callable[[int], KvLayout], longest: int
+    rng: random.Random, layout_of: Callable[[int, KvDtype], KvLayout], longest: int
 ) -> Setting:
     max_num_seqs = rng.choice((4, 5, 8, 32))
-    block_size = rng.choice((16, 16, 32))
-    smallest = peak_blocks(layout_of(block_size), longest)
-    return Setting(
-        threads=rng.choice((1, 2)),
+    block_size, threads = rng.choice((16, 16, 32)), rng.choice((1, 2))
+    times = rng.choice((1.0, 1.3, 2.0, 4.0, 10.0))
+    setting = Setting(
+        threads=threads,
         block_size=block_size,
-        num_blocks=int(smallest * rng.choice((1.0, 1.3, 2.0, 4.0, 10.0))),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 5, 16, 33, 100, 512)),
         enable_prefix_caching=rng.random() < 0.8,
@@ -427,6 +430,8 @@ def drawn_setting(
         isa=rng.choice((None, None, None, "generic")),
         logits_slice=rng.choice((None, None, 8, 16)),
     )
+    smallest = smallest_pool(layout_of(block_size, setting.kv_dtype), setting)
+    return replace(setting, num_blocks=int(smallest * times))
 
 
 def check_case(
@@ -440,7 +445,8 @@ def check_case(
     """One drawn case. ``branches``: with drafts that have some, and room for them."""
     rng = random.Random(seed)
     vocab = checkpoint.config.vocab_size
-    setting = drawn_setting(rng, lambda size: KvLayout.of(checkpoint.config, size), longest)
+    layout_of = partial(KvLayout.of, checkpoint.config)
+    setting = drawn_setting(rng, layout_of, longest)
     guess = random.Random(seed)
     drafters = None, *DRAFTERS, *COMPUTING, *DRAFT_MODELS
     if (own := of_this(checkpoint.config)) is not None:

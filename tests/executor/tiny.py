@@ -26,7 +26,7 @@ from octavo.models.config import (
 )
 from octavo.models.gemma4 import assistant_program
 from octavo.models.program import Program, Shapes
-from octavo.models.recurrence_shape import DeltaShape, ShortConvShape
+from octavo.models.recurrence_shape import DeltaShape, MambaShape, ShortConvShape
 
 Floats = npt.NDArray[np.float64]
 
@@ -40,9 +40,9 @@ SPARSE = ("mixtral", "qwen3moe")
 
 
 def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) -> ModelConfig:
-    """Two query heads a KV head, three layers; gemma3 has a window of 20 on two of them, lfm2
-    convolutions in place of attention, and qwen35 delta nets and a layer for multi-token
-    prediction. Sparse families have ``experts`` in all.
+    """Two query heads a KV head, three layers; gemma3 has a window of 20 on two of them, lfm2 and
+    granitehybrid recurrences in place of attention, and qwen35 delta nets and a layer for
+    multi-token prediction. Sparse families have ``experts`` in all.
     """
     rope = Rope(theta=10000.0, dim=changes.get("head_dim", 16), interleaved=family == "llama")
     values: dict[str, Any] = {
@@ -75,6 +75,12 @@ def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) ->
         own = Experts(6, 2, 64, True, "sigmoid", normalize_eps=1e-6, selection_bias=True)
         dense, *sparse = values["layers"]
         values["layers"] = dense, *(replace(layer, experts=own) for layer in sparse)
+    if family == "granitehybrid":  # a state of five pages of 16 tokens
+        mamba = Layer(UNROTATED, recurrence=MambaShape(4, 12, 16, 2, 4))
+        layers = (mamba, Layer(UNROTATED), mamba)
+        values["residual_scale"] = 0.22
+        own = {"experts": experts, "shared_expert": 96}
+        values["layers"] = tuple(replace(each, **own) for each in layers)
     if family == "gemma3":
         far = Rope(theta=1e6, dim=rope.dim, interleaved=False, scale=0.125)
         values |= {
@@ -172,7 +178,7 @@ def gemma4(kind: str) -> ModelConfig:
         embedding_scale=8.0,
         attention_scale=1.0,
         logits_softcap=30.0,
-        per_layer_input=24 if kind == "e" else 0,
+        per_layer_input=32 if kind == "e" else 0,
         layers=layers,
     )
 

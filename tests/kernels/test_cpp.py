@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.executor.native.held_form import held_format
 from octavo.loader.base import WeightFormat
 from paths import ROOT
 
@@ -53,7 +54,7 @@ def test_cpp(test: str, rounds: int) -> None:
         pytest.skip("the kernels were not built here: make native")
     output = run(build(test, "dev"), str(rounds))
     if test == "linear_test":
-        for format in WeightFormat:
+        for format in {held_format(format) for format in WeightFormat}:
             assert f"passed generic {format.name}" in output
 
 

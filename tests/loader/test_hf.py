@@ -312,6 +312,35 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "dense layers": ("lfm2moe", {"num_dense_layers": -1}, "num_dense_layers is -1, not an integer"),
     "choice": ("lfm2moe", {"use_expert_bias": 1}, "use_expert_bias is 1, not a boolean"),
+    "time steps": (
+        "granitehybrid",
+        {"time_step_limit": [0.0, 0.1]},
+        "time_step_limit [0.0, 0.1] is not supported, only 0 to infinity",
+    ),
+    "no time steps": ("granitehybrid", {"time_step_limit": None}, "time_step_limit is null"),
+    "mamba heads": (
+        "granitehybrid",
+        {"mamba_n_heads": 5},
+        "mamba_n_heads 5 of mamba_d_head 16 are not mamba_expand times hidden_size, 64",
+    ),
+    "mamba heads of nothing": ("granitehybrid", {"mamba_d_head": None}, "mamba_d_head is null"),
+    "mamba groups": ("granitehybrid", {"mamba_n_groups": 3}, "not a multiple of 3 groups"),
+    "mamba states": ("granitehybrid", {"mamba_d_state": 1 << 30}, "state 1073741824, outside"),
+    "mamba alone": (
+        "granitehybrid",
+        {"layer_types": None},
+        "no layer has attention: models of recurrent layers only are not supported",
+    ),
+    "activation of mamba": (
+        "granitehybrid",
+        {"hidden_act": "gelu_new"},
+        "recurrent layers with another hidden_act than silu are not supported",
+    ),
+    "no shared expert": (
+        "granitehybrid",
+        {"shared_intermediate_size": 0},
+        "shared_intermediate_size is 0, not an integer from 1",
+    ),
     "a wide feed-forward layer": (
         "lfm2",
         {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1e30},

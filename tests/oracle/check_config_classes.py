@@ -40,7 +40,7 @@ UNUSED = {
     "initializer_range", "use_cache", "attention_dropout", "resid_pdrop", "embd_pdrop",
     "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     "rope_parameters", "hidden_dropout", "pad_token_id", "bos_token_id",
-    "use_bidirectional_attention",
+    "use_bidirectional_attention", "mamba_chunk_size",
 }  # fmt: skip
 NOT_COMPARED = (
     "renamed",
@@ -69,7 +69,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 6,
          "vocab_size": 96, "pad_token_id": None, "max_position_embeddings": 128,
-         "sliding_window": 16}  # fmt: skip
+         "sliding_window": 16, "mamba_n_heads": 4}  # fmt: skip
 
 
 def own_fields(cls: Any) -> dict[str, Any]:
@@ -95,6 +95,7 @@ def drawn(rng: random.Random, known: dict[str, Any]) -> dict[str, Any]:
             [None, None, [rng.choice([FULL, SLIDING]) for _ in range(layers)]]
         ),
         "mlp_only_layers": rng.choice([None, [1], []]),
+        "mamba_n_heads": heads,
     }
     extra = {"sliding_window_pattern"}
     kept = {key: value for key, value in values.items() if key in known or key in extra}

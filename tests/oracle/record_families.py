@@ -245,8 +245,10 @@ def models() -> dict[str, Tiny]:
             gguf=False,
         ),
         "gpt_oss": gpt_oss(sizes),
+        "granitehybrid": granitehybrid(sizes),
         "lfm2": lfm2(sizes),
         "lfm2moe": lfm2moe(sizes),
+        "lfm3": lfm3(sizes),
         "qwen3_5": qwen3_5(sizes),
         "qwen3_5_moe": qwen3_5_moe(sizes),
         "qwen3_next": qwen3_next(sizes),
@@ -618,6 +620,66 @@ def gemma4(sizes: dict[str, Any]) -> dict[str, Tiny]:
     }
 
 
+def granitehybrid(sizes: dict[str, Any]) -> Tiny:
+    """Mamba-2 layers and attention, in any order; experts beside a shared one, or dense."""
+    mamba, full = "mamba", "attention"  # as published
+    own = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 4}
+    own["layer_types"][1] = FULL
+    own |= {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16}
+    own |= {"num_local_experts": 6, "num_experts_per_tok": 2}
+    own |= {"intermediate_size": 20, "shared_intermediate_size": 40}
+    own |= {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+    own |= {"attention_multiplier": 0.2, "logits_scaling": 6.0}
+    dense = {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 40}
+
+    def case(*types: str, gguf: bool = True, **changes: Any) -> Case:
+        types = types or (mamba, full, mamba, mamba)
+        changes |= {"layer_types": list(types), "num_hidden_layers": len(types)}
+        return Case(changes, gguf=gguf)
+
+    return Tiny(
+        transformers.GraniteMoeHybridConfig(**sizes | own),
+        {
+            "published": Case({"layer_types": [mamba, full, mamba, mamba]}, gguf=True, same=True),
+            "block-types": Case(
+                {"layers_block_type": [mamba, full, mamba, mamba]},
+                without=("layer_types", "time_step_limit", "mamba_expand"),
+                same=True,
+            ),
+            "dense": case(**dense),
+            "one-expert": case(num_experts_per_tok=1),
+            "all-experts": case(num_experts_per_tok=6, shared_intermediate_size=24),
+            "one-group": case(mamba_n_groups=1, mamba_n_heads=8, mamba_d_head=8),
+            "a-group-each": case(mamba, full, mamba_n_groups=4, mamba_d_state=10, **dense),
+            "all-but-one": case(mamba, mamba, mamba, full, **dense),
+            "attention-first": case(full, mamba, full, mamba_d_conv=2, rms_norm_eps=1e-3),
+            "seven-taps": case(mamba, full, mamba_d_conv=7, mamba_d_head=4, mamba_n_heads=16),
+            "rope": case(position_embedding_type="rope", gguf=False),
+            "yarn": case(
+                position_embedding_type="rope", rope_parameters=rope_sections(4)["yarn"], gguf=False
+            ),
+            "no-attention-rope": case(full, full, gguf=False, **dense),
+            "no-conv-bias": case(mamba_conv_bias=False),
+            "biases": case(mamba_proj_bias=True, attention_bias=True, gguf=False),
+            "tied": case(tie_word_embeddings=True),
+            "auto": case(mamba_d_head="auto", mamba_n_heads=2, mamba_expand=3, gguf=False),
+            "head-dim": Case({"head_dim": 12, "residual_multiplier": 1.0}),
+            "odd": case(
+                mamba, full, mamba, hidden_size=40, num_attention_heads=5, num_key_value_heads=1,
+                mamba_n_heads=5, mamba_n_groups=1, mamba_d_state=24, intermediate_size=12,
+                num_local_experts=7, num_experts_per_tok=3, shared_intermediate_size=36,
+            ),
+        },
+        around={
+            "A_log": (0.5, 0.7),
+            "dt_bias": (0.5, 0.5),
+            "mamba.D": (1.0, 0.5),
+            # In bf16 a token may go to another expert, which is to count less.
+            "block_sparse_moe.output_linear.weight": (0.0, 0.1),
+        },
+    )  # fmt: skip
+
+
 def lfm2(sizes: dict[str, Any]) -> Tiny:
     """Short convolutions and attention, in any order."""
     conv, full = "conv", "full_attention"
@@ -718,6 +780,51 @@ def lfm2moe(sizes: dict[str, Any]) -> Tiny:
         # A bias moves some choices, and no rounding of a number does.
         around={"expert_bias": (0.0, 0.2)},
     )
+
+
+def lfm3(sizes: dict[str, Any]) -> Tiny:
+    """Convolutions, windows and attention, in any order."""
+    conv = "conv"
+    local = {"rope_type": "default", "rope_theta": 1e4}
+
+    def rope(values: dict[str, Any]) -> Case:
+        return Case({"rope_parameters": {FULL: {"rope_theta": 1e4} | values, SLIDING: local}})
+
+    def layers(*types: str, **values: Any) -> Case:
+        return Case({"num_hidden_layers": len(types), "layer_types": list(types)} | values)
+
+    return Tiny(
+        transformers.Lfm3Config(
+            **sizes | {"num_hidden_layers": 5}, head_dim=16, sliding_window=17,
+            layer_types=[conv, SLIDING, conv, FULL, conv],
+        ),
+        {
+            "defaults": Case(
+                {"num_hidden_layers": 6},
+                without=("layer_types", "rope_parameters", "conv_L_cache", "norm_eps"),
+            ),
+            "no-ropes": Case(without=("rope_parameters",), same=True),
+            "no-norms": Case({"use_sandwich_norm": False}),
+            "no-gates": Case({"use_attention_gate": False}),
+            "neither": Case({"use_sandwich_norm": False, "use_attention_gate": False}),
+            "default-rope": rope({"rope_type": "default"}),
+            "rotary-all": rope({"rope_type": "proportional", "partial_rotary_factor": 1.0}),
+            "rotary-some": rope({"rope_type": "proportional", "partial_rotary_factor": 0.3}),
+            "linear": rope(rope_sections(8)["linear"]),
+            "yarn": rope(rope_sections(8)["yarn"]),
+            "biases": Case({"attention_bias": True, "conv_bias": True}),
+            "wide-window": Case({"sliding_window": 300}),
+            "no-attention-to-all": layers(conv, SLIDING, conv, SLIDING),
+            "no-windows": layers(FULL, conv, conv, FULL, conv_L_cache=3),
+            "untied": Case({"tie_word_embeddings": False}),
+            "one-kv-head": Case({"num_key_value_heads": 1, "head_dim": 12}),
+            "odd": layers(
+                *(conv, FULL, SLIDING), hidden_size=40, num_attention_heads=6, head_dim=20,
+                num_key_value_heads=3, intermediate_size=36, norm_eps=1e-3,
+            ),
+        },
+        gguf=False,
+    )  # fmt: skip
 
 
 def qwen3_5(sizes: dict[str, Any]) -> Tiny:
@@ -1204,6 +1311,9 @@ def convert(folder: Path, target: Path, *, mtp: bool = False) -> None:
     vocab = {"model": {"vocab": list(range(VOCAB))}, "added_tokens": []}
     (folder / "tokenizer.json").write_text(json.dumps(vocab))
     hparams = ModelBase.load_hparams(folder, False)
+    if hparams["model_type"] == "granitemoehybrid":  # whose types it knows by their old names
+        old = {"linear_attention": "mamba", FULL: "attention"}
+        hparams["layer_types"] = [old[kind] for kind in hparams["layer_types"]]
     f32 = gguf.LlamaFileType.ALL_F32
     converter = get_model_class(hparams["architectures"][0])
     converter.no_mtp = not mtp
@@ -1249,6 +1359,8 @@ def forms(name: str, heads: set[int]) -> set[int | str]:
         return {0, *heads}
     if name.endswith(("experts.gate_up_proj", "experts.gate_up_proj_bias")):
         return {"gate", "up"}
+    if name.endswith("input_linear.weight"):
+        return {"first", "second"}
     return {"turned"} if name.endswith("experts.down_proj") else {0}
 
 

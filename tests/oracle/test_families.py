@@ -10,6 +10,7 @@ eight bits of mantissa as well (one part in 512), as every engine on those units
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from executor.driving import Driver, Float32
@@ -22,10 +23,9 @@ NAMES = sorted(path.name for path in FAMILIES.iterdir() if path.is_dir())
 TIERS = ("generic", "avx2", "avx512", "avx512_bf16")
 CHUNKS = ([150, 1], [64], [7], [1])  # of a sequence; the last one repeats
 EXACT = (2e-4, 4e-3)  # mean and largest difference
-ROUNDED = (1.5e-2, 0.2)
-# A recurrent layer multiplies rounded values, and its state has those of all tokens before; with
-# experts besides, a token may go to others.
-ROUNDED_STATES = (5e-2, 3.0)
+# Of activations in bfloat16, nine tenths of the differences: after rounding, a token may go to
+# other experts, and a recurrent state carries that on.
+ROUNDED = 0.06
 
 
 def run(
@@ -70,10 +70,11 @@ def test_bfloat16(name: str, isa: str, tmp_path: Path) -> None:
         assert format is (WeightFormat.F32 if router else WeightFormat.BF16)
     ids = expected.tokens(BASE)
     got = run(checkpoint, isa, ids, [expected.prompt, 1])
-    recurrent = any(layer.recurrence is not None for layer in checkpoint.config.layers)
-    rounded = ROUNDED_STATES if recurrent else ROUNDED
-    tolerance = rounded if isa == "avx512_bf16" else EXACT
-    assert_close(expected.off(f"{BASE}.bfloat16", got), tolerance)
+    difference = expected.off(f"{BASE}.bfloat16", got)
+    if isa == "avx512_bf16":
+        assert np.quantile(difference, 0.9) < ROUNDED
+    else:
+        assert_close(difference)
     # Same bits however it is cut, and on however many threads.
     assert (run(checkpoint, isa, ids, [len(ids)], threads=2) == got).all()
 

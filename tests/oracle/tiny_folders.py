@@ -121,9 +121,11 @@ def quantized_folder(name: str, path: Path) -> Path:
 
 def transformed(values: Float32, how: int | str, shift: int) -> Float32:
     """A folder's tensor as GGUF has it: rows of so many heads in pairs, or a stack of experts'
-    matrices turned, of which gate and up are the rows in turn.
+    matrices turned, of which gate and up are the rows in turn, or one half of the rows.
     """
-    if isinstance(how, str):
+    if how in ("first", "second"):
+        values = np.split(values, 2, axis=-2)[how == "second"]
+    elif isinstance(how, str):
         turned = values.swapaxes(1, 2) if values.ndim == 3 else values
         first = {"gate": 0, "up": 1}
         values = np.ascontiguousarray(turned[:, first[how] :: 2] if how in first else turned)

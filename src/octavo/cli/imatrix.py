@@ -37,7 +37,9 @@ def command(
         bool, typer.Option("--json", help="Print what was written as one JSON object.")
     ] = False,
 ) -> None:
-    """Collect an importance matrix: the mean squares of what each matrix reads on a text.
+    """Collect an importance matrix of a model on a text.
+
+    It has the mean square of each input of each matrix.
 
     octavo quantize --mix and llama.cpp's llama-quantize round by it: inputs that are large count
     more. Each expert's are of the rows that are routed to it.

@@ -43,9 +43,15 @@ _TENSOR = re.compile(r"(?:layers\.(\d{1,4})\.)?([\w.]+?)(?:\.(weight|bias))?")
 _EXPERT = re.compile(r"\bexperts\.(\d{1,4})\.")
 # All experts' in one tensor, as transformers 5 has them in memory.
 _STACK = re.compile(
-    r"layers\.(\d{1,4})\.(?:mlp\.|feed_forward\.)?experts\.(gate_up_proj|down_proj)"
+    r"layers\.(\d{1,4})\.(?:mlp\.|feed_forward\.|block_sparse_moe\.)?"
+    r"(experts\.gate_up_proj|experts\.down_proj|input_linear\.weight|output_linear\.weight)"
 )
-_STACKS = {"gate_up_proj": "ffn_gate_up_exps", "down_proj": "ffn_down_exps"}
+_STACKS = {
+    "experts.gate_up_proj": "ffn_gate_up_exps",
+    "experts.down_proj": "ffn_down_exps",
+    "input_linear.weight": "ffn_gate_up_exps",
+    "output_linear.weight": "ffn_down_exps",
+}
 # What belongs to layers for multi-token prediction, and which of them.
 _MTP = "mtp."
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d{1,4})\.")
@@ -209,7 +215,7 @@ def _weights(
         except ValueError as error:
             tensors.stored.folder.fail(tensors.stored.place[name], str(error))
         return list(found.items())
-    roles = _roles(plain, config.family)
+    roles = _roles(plain, shapes, config.family)
     if places := _gathered(plain, shapes, config):
         total = sum(map(len, places.values()))
         whole = tensors.weight(name, total, shapes[next(iter(places))][-1])
@@ -242,7 +248,7 @@ def _gathered(plain: str, shapes: Shapes, config: ModelConfig) -> dict[str, IntA
     return gathered(f"layers.{int(match[1])}.", match[2], ending, shapes, config, gguf=False)
 
 
-def _roles(plain: str, family: str) -> list[str]:
+def _roles(plain: str, shapes: Shapes, family: str) -> list[str]:
     """The roles whose rows a tensor has, one after another; its own name if it is unknown."""
     record = FAMILIES[family]
     match = _TENSOR.fullmatch(plain)
@@ -255,8 +261,10 @@ def _roles(plain: str, family: str) -> list[str]:
         return [plain]
     if expert := _EXPERT.search(part):
         part, number = _EXPERT.sub("experts.{}.", part, count=1), f".{int(expert[1])}"
-    parts = record.fusions.get(part, (record.roles.get(part),))
-    return [plain if each is None else prefix + each + number + ending for each in parts]
+    role = record.roles.get(part)
+    choices = record.fusions.get(part, [() if role is None else (role,)])
+    found = [[prefix + each + number + ending for each in parts] for parts in choices]
+    return next((roles for roles in found if roles and roles[0] in shapes), found[0] or [plain])
 
 
 def _nothing(tensors: ModelTensors, name: str, plain: str, shapes: Shapes, family: str) -> bool:
@@ -265,7 +273,7 @@ def _nothing(tensors: ModelTensors, name: str, plain: str, shapes: Shapes, famil
     return (
         part == "bias"
         and f"{module}.weight" in tensors.modules
-        and not any(role in shapes for role in _roles(plain, family))
+        and not any(role in shapes for role in _roles(plain, shapes, family))
         and not tensors.stored.weight(name).data.any()
     )
 

@@ -31,7 +31,7 @@ from octavo.models.config import (
 )
 from octavo.models.families import HF_TYPES, HF_WRAPPERS
 from octavo.models.family import Key
-from octavo.models.hf_type import FULL, PROPORTIONAL, SLIDING, HfType
+from octavo.models.hf_type import FULL, LINEAR, PROPORTIONAL, SLIDING, HfType
 from octavo.models.refused import refusal
 from octavo.models.section import Section
 
@@ -47,6 +47,8 @@ ACTIVATIONS = {
     "gelu_accurate": Activation.GELU_TANH,
 }
 LAYER_TYPES = {FULL: FULL, SLIDING: SLIDING, "attention": FULL}
+OLD_LAYER_TYPES = {LINEAR: "mamba"}  # of recurrent layers
+SHARED_EXPERT = ("shared_expert_intermediate_size", "shared_intermediate_size")
 # Keys that every model class reads beside its own, and what they must not be.
 REFUSED: dict[str, Callable[[Any], bool]] = {
     "per_layer_config": lambda value: value is not None,
@@ -191,6 +193,7 @@ class _Reader:
         if self.family.embedding_root:
             values["embedding_scale"] = sqrt(self.hidden)
         values |= {key.field: self.number(key) for key in self.family.keys if key.hf}
+        values |= {name: self.section.flag(key) for name, key in self.family.switches.items()}
         for value, key, _, otherwise in self.family.fixed:
             if key and self.section.flag(key) is not value:
                 self.fail(f"{key} {self.values[key]!r} {otherwise}is not supported")
@@ -230,10 +233,8 @@ class _Reader:
             far = self.global_layer(far, wide)
         kinds = {FULL: far, SLIDING: Layer(local, window)}
         if (recurrent := self.family.recurrent) is not None and recurrent.layer_type in types:
-            kinds[recurrent.layer_type] = Layer(rope, recurrence=recurrent.hf(self.count))
-        shared = 0
-        if self.has("shared_expert_intermediate_size"):
-            shared = self.count("shared_expert_intermediate_size")
+            kinds[recurrent.layer_type] = Layer(rope, recurrence=recurrent.hf(self.section))
+        shared = next((self.count(key) for key in SHARED_EXPERT if self.has(key)), 0)
         layers = [
             replace(
                 kinds[kind],
@@ -251,6 +252,8 @@ class _Reader:
         """Which layers have rotary positions."""
         if self.family.rotates_windows:
             return [kind == SLIDING for kind in types]
+        if self.has("position_embedding_type"):
+            return [self.values["position_embedding_type"] == "rope"] * self.num_layers
         if not self.has("no_rope_layers"):
             return [True] * self.num_layers
         flags = self.values["no_rope_layers"]  # which is 1 where there are any
@@ -312,7 +315,8 @@ class _Reader:
         """
         switch = "enable_moe_block"
         off = self.has(switch) and not self.section.flag(switch)
-        if off or not self.has("num_experts_per_tok"):
+        none = self.family.also_dense and self.values.get("num_local_experts") == 0
+        if off or none or not self.has("num_experts_per_tok"):
             return [None] * self.num_layers
         size = "moe_intermediate_size" if self.has("moe_intermediate_size") else "intermediate_size"
         experts = Experts(
@@ -354,6 +358,8 @@ class _Reader:
         known = dict(LAYER_TYPES)
         if (recurrent := self.family.recurrent) is not None:
             known[recurrent.layer_type] = recurrent.layer_type
+            if old := OLD_LAYER_TYPES.get(recurrent.layer_type):
+                known[old] = recurrent.layer_type
         types = self.values["layer_types"]
         if not isinstance(types, list) or len(types) != self.num_layers:
             self.fail(f"layer_types is not a list of {self.num_layers} types")
@@ -521,4 +527,4 @@ def _others(kind: HfType) -> set[str]:
     """Keys that mean something for other model types, but not for this one."""
     known = {key for _, each in HF_TYPES.values() for key in each.defaults}
     own = {*kind.defaults, *kind.aliases, *kind.aliases.values()}
-    return known - own - {"head_dim", ORIGINAL}
+    return known - own - {"head_dim", ORIGINAL, "rope_parameters"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,6 +107,13 @@ def _drafts(tensor: str, config: ModelConfig) -> bool:
     return match is not None and int(match[1]) >= len(config.layers)
 
 
+def vectors_as_matrices(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of matrices that are vectors of a Program, by role without the layer's number."""
+    recurrent = FAMILIES[config.family].recurrent
+    shape = next((each.recurrence for each in config.layers if each.recurrence is not None), None)
+    return {} if recurrent is None or shape is None else recurrent.gguf_matrices(shape)
+
+
 def _weights(
     file: GgufFile, config: ModelConfig, shapes: Shapes, *, mtp: bool = False
 ) -> dict[str, Weight]:
@@ -119,6 +127,7 @@ def _by_role(
 ) -> dict[str, Weight]:
     weights: dict[str, Weight] = {}
     family, passed_over = FAMILIES[config.family], unread(config)
+    matrices = vectors_as_matrices(config)
     for name in names:
         if name in _CONFIG_TENSORS or role(name, family) in passed_over:
             continue
@@ -147,6 +156,8 @@ def _by_role(
         elif roles and len(rows) == len(roles) and weight.shape[0] == sum(rows):
             found = dict(zip(roles, weight.split(rows), strict=True))
         else:
+            if key in shapes and weight.shape == matrices.get(part):
+                weight = weight._replace(shape=shapes[key])
             found = {key: weight}
         if twice := sorted(found.keys() & weights.keys()):
             file.fail(f"has {listed(twice)} twice: tensor {name!r} is not the first")

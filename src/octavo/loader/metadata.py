@@ -34,7 +34,7 @@ KV = ("attn_k", "attn_v")
 MTP = "nextn.eh_proj.weight"  # of every layer for multi-token prediction
 PROJECTIONS = (
     *("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
-    "ffn_gate_inp",
+    *("ffn_gate_inp", "ssm_conv1d"),
 )
 # Keys that may have a number for each layer, where llama.cpp takes one for all, too.
 KV_HEADS = "attention.head_count_kv"
@@ -159,6 +159,7 @@ class _Reader:
     def shared_expert(self) -> int:
         """The width of the expert that every token goes to, or 0."""
         key = self.family.shared_expert_size
+        self.used.add(key)
         return self.positive(key) if key and self.experts is not None else 0
 
     def biases(self, num_layers: int) -> frozenset[str]:
@@ -200,6 +201,9 @@ class _Reader:
             layers = (far,) * count
         else:
             layers = self.windowed_layers(count, far, head_dim, self.family.windows)
+        switch = self.family.rotary_switch
+        if switch and not self.file.get(self.prefix + switch, bool, True):
+            return tuple(replace(layer, rope=UNROTATED) for layer in layers)
         if self.family.rotates_windows:
             return tuple(
                 replace(layer, rope=layer.rope if layer.window else UNROTATED) for layer in layers
@@ -249,6 +253,9 @@ class _Reader:
         if not self.recurrent:
             return list(layers)
         shape = recurrent.gguf(self.positive)
+        for key, value in recurrent.gguf_keys(shape).items():
+            if self.positive(key) != value:
+                self.fail(key, f"contradicts the others, which make it {value}")
         return [
             replace(layer, recurrence=shape) if flag else layer
             for layer, flag in zip(layers, flags, strict=True)

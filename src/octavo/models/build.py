@@ -122,8 +122,9 @@ class Builder:
             self.norm("k", "attn_k_norm", "k", group)
 
     def attend(self, layer: Layer, out: str = "h", gate: str | None = None, ahead: int = 0) -> None:
-        """Write down attention, from q, k and v to ``out``. ``gate`` is a value as wide as q, whose
-        sigmoid its result is multiplied by. ``ahead``: of queries on another layer's keys.
+        """Write down attention, from q, k and v to ``out``. ``gate`` is a value as wide as q, or
+        with a number a head, whose sigmoid its result is multiplied by. ``ahead``: of queries on
+        another layer's keys.
         """
         c, (kv_heads, head_dim) = self.config, self.config.heads_of(layer)
         q, k, v, attn = map(self.value, ("q", "k", "v", "attn"))
@@ -140,7 +141,9 @@ class Builder:
         self.append(
             PagedAttention(q, attn, source, kv_heads, head_dim, scale, layer.window, softcap, sinks)
         )
-        if gate is not None:
+        if gate is not None and self.widths[gate] == c.num_heads:
+            self.append(GateRow(attn, gate, attn, head_dim))
+        elif gate is not None:
             self.append(GatedActivation(gate, attn, attn, Activation.SIGMOID))
         self.linear("attn", "attn_output", out)
 

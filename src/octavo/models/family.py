@@ -24,6 +24,7 @@ from octavo.models.config import Activation, ModelConfig
 from octavo.models.hf_type import HfType, HfWrapper
 from octavo.models.program import Program
 from octavo.models.recurrence_shape import RecurrenceShape
+from octavo.models.section import Section
 
 IntArray = npt.NDArray[np.intp]
 Float32 = npt.NDArray[np.float32]
@@ -63,7 +64,9 @@ TOWERS = ("vision_tower.", "multi_modal_projector.")
 
 
 class Fused(NamedTuple):
-    """Matrices that are stored as one, and their order in it."""
+    """Matrices that are stored as one, and their order in it. A format that has each by itself has
+    "" for a name. Of several with one name, a layer has the parts of one.
+    """
 
     hf: str
     gguf: str
@@ -146,14 +149,17 @@ class Gather(NamedTuple):
 class RecurrentLayers(NamedTuple):
     """Layers of another kind than attention: what files call them, and the numbers of their shape.
 
-    Readers hand in what gives the number of a key.
+    The reader of GGUF files hands in what gives the number of a key.
     """
 
     layer_type: str  # in config.json's ``layer_types``
-    hf: Callable[[Callable[[str], int]], RecurrenceShape]
+    hf: Callable[[Section], RecurrenceShape]
     gguf: Callable[[Callable[[str], int]], RecurrenceShape]
-    hf_keys: Callable[[Any], Mapping[str, Any]]  # of a shape, which is as `hf` makes it
+    # Of a shape, which is as `hf` makes it.
+    hf_keys: Callable[[Any, ModelConfig], Mapping[str, Any]]
     gguf_keys: Callable[[Any], Mapping[str, int]]
+    # Vectors that a GGUF file has as matrices of these shapes.
+    gguf_matrices: Callable[[Any], Mapping[str, tuple[int, ...]]] = lambda _: {}
     period: int = 0  # one layer in so many is none, if a GGUF file does not say; 0: none is one
 
 
@@ -183,6 +189,7 @@ class Family:
     eps: Key = RMS_EPS
     keys: tuple[Key, ...] = ()  # numbers that not all families have
     fixed: tuple[Fixed, ...] = ()
+    switches: Mapping[str, str] = field(default_factory=dict)  # config.json's keys, by field
     recurrent: RecurrentLayers | None = None
     embedding_root: bool = False  # embeddings are multiplied by the root of hidden_size
     attention_scale: float | None = None  # None: 1/sqrt(head_dim), unless a key says otherwise
@@ -216,11 +223,12 @@ class Family:
     written: Mapping[str, Any] = field(default_factory=dict)  # keys of no consequence
 
     # GGUF
-    architecture: str = ""  # if it is not called as here
+    architecture: str | None = ""  # if it is not called as here; None: GGUF has none
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # of roles with another name there
     activation: Activation = Activation.SILU
     interleaved: bool = False  # q and k are permuted so that neighbours are rotated together
     windows: Windows | None = None
+    rotary_switch: str = ""  # the key of a flag that says whether positions are rotary
     unrotated_period: int = 0  # one layer in so many has no rotary positions; 0: none
     expert_size: str = ""  # the key of an expert's width: the family has experts
     also_dense: bool = False  # … or none
@@ -234,8 +242,8 @@ class Family:
 
     @property
     def gguf(self) -> str:
-        """The architecture."""
-        return self.architecture or self.name
+        """The architecture; "": there is none."""
+        return self.name if self.architecture == "" else self.architecture or ""
 
     @property
     def gguf_keys(self) -> tuple[Key, ...]:
@@ -244,14 +252,19 @@ class Family:
         return tuple(own.values())
 
     @cached_property
-    def fusions(self) -> dict[str, tuple[str, ...]]:
-        """The parts of the matrices that a folder may have fused, by its names for these."""
-        return {each.hf: each.parts for each in (*FUSED, *self.fused)}
+    def fusions(self) -> dict[str, list[tuple[str, ...]]]:
+        """The parts of the matrices that a folder may have fused, by its names for these; of
+        several, a layer has one.
+        """
+        found: dict[str, list[tuple[str, ...]]] = {}
+        for each in (*FUSED, *self.fused):
+            found.setdefault(each.hf, []).append(each.parts)
+        return found
 
     @cached_property
     def gguf_fusions(self) -> dict[str, tuple[str, ...]]:
         """The parts of the matrices that a GGUF file may have fused, by its names for these."""
-        return {each.gguf: each.parts for each in (*FUSED, *self.fused)}
+        return {each.gguf: each.parts for each in (*FUSED, *self.fused) if each.gguf}
 
     @cached_property
     def roles(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from octavo.models.config import MAX_LAYERS
 from octavo.models.section import Section
 
 TRANSFORMERS = "5.24.0"  # the release that the families describe
-FULL, SLIDING = "full_attention", "sliding_attention"  # layer types
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # layer types
 
 
 class Rule(NamedTuple):

@@ -27,11 +27,18 @@ def program(c: ModelConfig) -> Program:
             short_convolution(b, layer.recurrence)
         else:
             b.project_qkv("h", layer)
+            if c.head_gates:
+                b.widths["head_gate"] = c.num_heads
+                b.linear("h", "attn_head_gate", "head_gate")
             b.norm_qk(layer, by_head=True)
-            b.attend(layer)
+            b.attend(layer, gate="head_gate" if c.head_gates else None)
+        if c.sandwich_norms:
+            b.norm("h", "post_attention_norm", "h")
         b.add()
         b.norm("x", "ffn_norm", "h")
         b.feed_forward("h", layer.experts)
+        if c.sandwich_norms:
+            b.norm("h", "post_ffw_norm", "h")
         b.add()
     return b.head()
 
@@ -85,9 +92,9 @@ FAMILY = Family(
     eps=Key("norm_eps", "norm_eps", "attention.layer_norm_rms_epsilon"),
     recurrent=RecurrentLayers(
         layer_type=CONV,
-        hf=lambda count: ShortConvShape(count("hidden_size"), count("conv_L_cache")),
+        hf=lambda values: ShortConvShape(values.count("hidden_size"), values.count("conv_L_cache")),
         gguf=lambda count: ShortConvShape(count("embedding_length"), count("shortconv.l_cache")),
-        hf_keys=lambda shape: {"conv_L_cache": shape.taps},
+        hf_keys=lambda shape, _: {"conv_L_cache": shape.taps},
         gguf_keys=lambda shape: {"shortconv.l_cache": shape.taps},
     ),
     modules={

@@ -24,13 +24,11 @@ from octavo.models.family import (
     IntArray,
     RecurrentLayers,
 )
-from octavo.models.hf_type import FULL, HfType, HfWrapper, Rule, layers
+from octavo.models.hf_type import FULL, LINEAR, HfType, HfWrapper, Rule, layers
 from octavo.models.program import Activate, Concat, GatedActivation, Input, Program
 from octavo.models.recurrence import DecayGate, GatedDelta
 from octavo.models.recurrence_shape import DeltaShape
 from octavo.models.section import Section
-
-LINEAR = "linear_attention"  # the layer type
 
 
 def program(c: ModelConfig) -> Program:
@@ -128,18 +126,18 @@ def delta_shape(count: Callable[[str], int], *, tiled: bool) -> DeltaShape:
 
 DELTA_NET = RecurrentLayers(
     layer_type=LINEAR,
-    hf=lambda count: DeltaShape(
-        key_heads=count("linear_num_key_heads"),
-        value_heads=count("linear_num_value_heads"),
-        key_dim=count("linear_key_head_dim"),
-        value_dim=count("linear_value_head_dim"),
-        taps=count("linear_conv_kernel_dim"),
+    hf=lambda values: DeltaShape(
+        key_heads=values.count("linear_num_key_heads"),
+        value_heads=values.count("linear_num_value_heads"),
+        key_dim=values.count("linear_key_head_dim"),
+        value_dim=values.count("linear_value_head_dim"),
+        taps=values.count("linear_conv_kernel_dim"),
         tiled=False,
     ),
     gguf=lambda count: delta_shape(
         count, tiled=count("ssm.time_step_rank") > count("ssm.group_count")
     ),
-    hf_keys=lambda shape: {
+    hf_keys=lambda shape, _: {
         "linear_num_key_heads": shape.key_heads,
         "linear_num_value_heads": shape.value_heads,
         "linear_key_head_dim": shape.key_dim,

@@ -38,6 +38,7 @@ def random_folder(name: str, path: Path, **changes: Any) -> Path:
     config = text_config(HfFolder(FAMILIES / name))
     config |= {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config |= {"shared_intermediate_size": 96, "mamba_n_heads": 8, "mamba_d_head": 16}
     config |= {"tie_word_embeddings": False, "dtype": "bfloat16"} | changes
     folder(name, path, config)
     shapes = families.program(model_config(HfFolder(path)))

@@ -272,10 +272,10 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--format", "compressed-tensors", "--asymmetric"], "cannot load zero points"),
         (["--embedding-bits", "8"], "the gptq layout has embedding and head in 16 bits"),
         (["--format", "awq", "--embedding-bits", "4"], "the awq layout has embedding and head"),
-        (["--embedding-bits", "6"], "'6'"),
+        (["--embedding-bits", "7"], "'7'"),
         (
             ["--format", "compressed-tensors", "--embedding-bits", "5"],
-            "compressed-tensors layout has 4 and 8 bits",
+            "compressed-tensors layout has 3, 4 and 8 bits",
         ),
     ],
 )

@@ -29,6 +29,11 @@ _T3_BYTES, _T4_BYTES = 106, 138  # a block
 _CHUNK_BLOCKS = 2048  # converted at a time: what is made on the way stays in caches
 
 
+def held_format(format: WeightFormat) -> WeightFormat:
+    """Return the format in which kernels read a matrix of this one."""
+    return WeightFormat.I2 if format in _TERNARY else _TABLES.get(format, format)
+
+
 def held_form(weight: Weight) -> Weight:
     """Return the weight as it is packed: itself, or rows that are made of its own when asked for.
 
@@ -59,7 +64,7 @@ def _coded(weight: Weight) -> Weight:
         return made.reshape(-1)
 
     return weight._replace(
-        format=_TABLES[weight.format],
+        format=held_format(weight.format),
         source=MadeRows(rows, columns // BLOCK * size, make),
         stored_as=weight.stored,
     )
@@ -89,7 +94,7 @@ def _ternary(weight: Weight) -> Weight:
         return scales, np.ones(scales.shape, np.uint8), pack(numbers.reshape(last - first, -1), 2)
 
     return weight._replace(
-        format=WeightFormat.I2,
+        format=held_format(weight.format),
         source=made_rows(rows, columns, 2, BLOCK, parts),
         group=BLOCK,
         stored_as=weight.stored,

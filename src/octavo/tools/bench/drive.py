@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, zip_longest
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -94,6 +95,8 @@ class Drive:
             model = pull.resolve(model)
         checkpoint = octavo.loader.load(model) if isinstance(model, Path) else model
         layout = config.layout_of(checkpoint.config)
+        if layout.state is not None and not config.state_snapshots:
+            raise SettingsError("decode is measured from cached prompts: state_snapshots is 0")
         most = min(
             config.max_model_len or checkpoint.config.context_length,
             checkpoint.config.context_length,
@@ -273,7 +276,10 @@ def _tokens(load: BatchShape, config: EngineConfig) -> int:
 def _blocks(load: BatchShape, config: EngineConfig, layout: KvLayout) -> int:
     """KV blocks to run the load without any being taken from a cached prompt: all of each
     sequence's, whether or not a window has passed over them, and a copy of the block that it
-    shares with the cached prompt.
+    shares with the cached prompt. Of recurrent layers' states there are those of a running
+    sequence, its last and the next one, and the two that are kept near a prompt's end, which may
+    have only a share of the pool.
     """
     each = -(-_tokens(load, config) // layout.block_size) + 1
-    return load.sequences * each * len(layout.groups)
+    states = (2 + 2 / config.state_snapshots) * layout.state_blocks if layout.state else 0
+    return load.sequences * (each * len(layout.groups) + ceil(states))

@@ -20,13 +20,11 @@ from octavo.executor.cost import Arithmetic, CostModel, Rates
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader.base import Weight, WeightFormat
 from octavo.loader.rounding import BLOCK, FLOATS, PLANNED, QUANTIZATIONS
-from octavo.models.program import (
-    ExpertLinear,
-)
+from octavo.models.program import ExpertLinear
 from octavo.tools.plan.hardware import Device
 from octavo.tools.plan.phase import Phase, crossing, decode_batch, phase, prefill_batch
 from octavo.tools.plan.schemes import GGUF, PlannedFormat, StorageScheme, scheme
-from octavo.tools.plan.subject import Subject, part
+from octavo.tools.plan.subject import Subject, is_matrix, part
 
 
 class StoredWeights(NamedTuple):
@@ -53,7 +51,9 @@ def in_scheme(subject: Subject, scheme: StorageScheme, edges: StorageScheme) -> 
     """
     formats, sizes, groups = {}, {}, {}
     for role, shape in subject.program.weights.items():
-        own = {"layers": scheme, "norms": GGUF[WeightFormat.F32]}.get(part(role), edges)
+        own = scheme if part(role) == "layers" else edges
+        if not is_matrix(shape):
+            own = GGUF[WeightFormat.F32]
         try:
             outputs, inputs = prod(shape[-2:-1]), shape[-1]  # of each matrix of a stack
             sizes[role] = prod(shape[:-2]) * own.matrix_bytes(outputs, inputs)
@@ -73,7 +73,7 @@ def as_stored(subject: Subject) -> StoredWeights | None:
         "as stored",
         {role: weight.format for role, weight in weights.items()},
         {
-            role: weight.stored.nbytes if len(weight.shape) > 1 else weight.nbytes
+            role: weight.stored.nbytes if is_matrix(weight.shape) else weight.nbytes
             for role, weight in weights.items()
         },
         None,
@@ -116,7 +116,7 @@ def as_rounded(subject: Subject, name: str) -> StoredWeights:
     """
     before = as_asked(subject)
     for role, shape in subject.program.weights.items():
-        if len(shape) > 1 and before.formats[role] not in FLOATS:
+        if is_matrix(shape) and before.formats[role] not in FLOATS:
             raise ValueError(
                 f"{name} is for float weights, and {role} is {before.formats[role].name}"
             )
@@ -127,7 +127,7 @@ def as_rounded(subject: Subject, name: str) -> StoredWeights:
     layers, heads = QUANTIZATIONS[name]
     formats, sizes, groups = dict(before.formats), dict(before.sizes), dict(before.groups)
     for role, shape in subject.program.weights.items():
-        if len(shape) < 2:
+        if not is_matrix(shape):
             continue
         rows, columns = prod(shape[:-1]), shape[-1]
         if columns % BLOCK or role.endswith("ffn_gate_inp"):
@@ -167,7 +167,7 @@ def held(subject: Subject, stored: StoredWeights, isa: str | None = None) -> dic
             if isinstance(format, PlannedFormat):
                 return None
             weight = Weight(role, format, shape, nothing, group=stored.groups[role])
-            sizes[role] = held_bytes(weight, tier) if len(shape) > 1 else 4 * prod(shape)
+            sizes[role] = held_bytes(weight, tier) if is_matrix(shape) else 4 * prod(shape)
             sizes[role] += scaled.get(role, 0)
     except ValueError:
         return None

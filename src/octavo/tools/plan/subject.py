@@ -101,7 +101,7 @@ class Subject:
         return {
             role: shape
             for role, shape in self.program.weights.items()
-            if len(shape) > 1 and part(role) == "layers"
+            if is_matrix(shape) and part(role) == "layers"
         }
 
 
@@ -115,6 +115,13 @@ def _quantized(folder: HfFolder) -> str | None:
             raise CheckpointError(f"{folder.path / CONFIG}: {field} is {how!r:.40}, not an object")
         return str(how.get("quant_method") or "without a quant_method")
     return None
+
+
+def is_matrix(shape: tuple[int, ...]) -> bool:
+    """Whether it is a matrix or a stack of them. Vectors and weights of convolutions, [channels, 1,
+    taps], are not: they are kept as floats.
+    """
+    return len(shape) > 1 and not (len(shape) == 3 and shape[1] == 1)
 
 
 def part(role: str) -> str:

@@ -22,7 +22,7 @@ from octavo.loader.chat_template import JinjaChatTemplate
 from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_config import text_config
 from octavo.loader.hf_folder import HfFolder
-from octavo.loader.loader import load_gguf, parts_of
+from octavo.loader.loader import load_gguf, parts_of, vectors_as_matrices
 from octavo.loader.metadata import GATING, KV_HEADS, UNROTATED_FACTOR
 from octavo.models.config import Experts, LongRope, ModelConfig, Rope
 from octavo.models.families import FAMILIES
@@ -60,9 +60,14 @@ def modelled(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Content, list[str]
     Raises `QuantizeError` for a model or a tokenizer that GGUF cannot express.
     """
     config, path = checkpoint.config, checkpoint.path
-    if FAMILIES[config.family].gathers:
+    family = FAMILIES[config.family]
+    if not family.gguf:
+        raise _refusal(checkpoint, "there is no architecture of it")
+    if family.gathers:
         raise _refusal(checkpoint, "its interleaved matrices are not written there yet")
-    architecture = FAMILIES[config.family].gguf
+    if family.recurrent is not None and all(layer.recurrence is None for layer in config.layers):
+        raise _refusal(checkpoint, "readers ask for the shape of recurrent layers, and it has none")
+    architecture = family.gguf
     section = text_config(HfFolder(path))
     scaling = section.get("rope_scaling") or section.get("rope_parameters") or {}
     scaling = scaling.get(FULL, scaling)
@@ -140,6 +145,9 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
         found[KV_HEADS] = np.where(none, 0, c.num_kv_heads).astype(np.int32)
         shape = next((each.recurrence for each in c.layers if each.recurrence is not None), None)
         found |= {} if shape is None else family.recurrent.gguf_keys(shape)
+    if family.rotary_switch:
+        found[family.rotary_switch] = bool(rope.rotated)
+        found["rope.dimension_count"] = rope.rotated or c.head_dim  # which readers want in any case
     if c.experts is not None:
         found |= _experts(c, c.experts)
     return found
@@ -151,6 +159,8 @@ def _experts(c: ModelConfig, experts: Experts) -> dict[str, Value]:
         "expert_used_count": experts.chosen,
         FAMILIES[c.family].expert_size: experts.intermediate_size,
     }
+    if key := FAMILIES[c.family].shared_expert_size:
+        found[key] = max(layer.shared_expert for layer in c.layers)
     if FAMILIES[c.family].leading_dense:
         found["leading_dense_block_count"] = dense_layers(c)
     if experts.gating != "softmax":
@@ -160,7 +170,7 @@ def _experts(c: ModelConfig, experts: Experts) -> dict[str, Value]:
 
 def _each(numbers: list[int]) -> Value:
     """One number for all layers; one for each where they differ."""
-    return numbers[0] if len(set(numbers)) == 1 else np.array(numbers, np.uint32)
+    return numbers[0] if len(set(numbers)) == 1 else np.array(numbers, np.int32)
 
 
 def _head_dims(c: ModelConfig) -> dict[str, Value]:
@@ -243,7 +253,8 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
     config, weights = checkpoint.config, checkpoint.weights
     family = FAMILIES[config.family]
     found: list[GgufTensor] = []
-    fused = {each.parts[0]: each for each in family.fused}
+    fused = {each.parts[0]: each for each in family.fused if each.gguf}
+    matrices = vectors_as_matrices(config)
     done: set[str] = set()
     for role, weight in weights.items():
         if role in done:
@@ -269,7 +280,8 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
                 found.append(matrix(name, shape, scheme.kind.format, roles))
         elif scheme is None:
             order = row_order(config, role, interleaved=family.interleaved)
-            found.append(changed(tensor_name(role), role, _flat(weight), order))
+            shape = matrices.get(part, _shape_there(weight))
+            found.append(changed(tensor_name(role), role, weight._replace(shape=shape), order))
         else:
             if part in fused:
                 role = prefix + fused[part].gguf
@@ -282,9 +294,9 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
     return found
 
 
-def _flat(weight: Weight) -> Weight:
-    """A convolution [channels, 1, taps] as GGUF has it, [channels, taps]."""
-    return weight._replace(shape=weight.shape[::2]) if len(weight.shape) == 3 else weight
+def _shape_there(weight: Weight) -> tuple[int, ...]:
+    """That of a convolution [channels, 1, taps] is [channels, taps] in GGUF."""
+    return weight.shape[::2] if len(weight.shape) == 3 else weight.shape
 
 
 def _kept(name: str, weight: Weight) -> GgufTensor:

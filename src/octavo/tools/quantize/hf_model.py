@@ -18,7 +18,7 @@ import numpy as np
 
 from octavo.loader.base import CheckpointError
 from octavo.loader.bind import ROUTERS
-from octavo.loader.hf_config import ORIGINAL, activation_key, model_config
+from octavo.loader.hf_config import ORIGINAL, SHARED_EXPERT, activation_key, model_config
 from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.models.config import Activation, Experts, LongRope, ModelConfig, Rope, Temperature
 from octavo.models.families import FAMILIES, program
@@ -153,11 +153,17 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
             values[key] = bool(roles & (c.biases - family.biases))
     if c.experts is not None:
         values |= _experts(c, c.experts, kind)
+    elif family.also_dense and "num_local_experts" in kind.defaults:
+        values |= {"num_local_experts": 0, "num_experts_per_tok": 0}
     if "per_layer_config" in kind.defaults:
         values |= _global_layers(c)
-    if "shared_expert_intermediate_size" in kind.defaults:
-        width = max(layer.shared_expert for layer in c.layers)
-        values["shared_expert_intermediate_size"] = width
+    for key in SHARED_EXPERT:
+        if key in kind.defaults:
+            width = max(layer.shared_expert for layer in c.layers)
+            values[key] = width or c.intermediate_size  # of the one that every token goes to
+    if "position_embedding_type" in kind.defaults:
+        rotated = any(layer.rope.rotated for layer in c.layers)
+        values["position_embedding_type"] = "rope" if rotated else None
     if "use_sliding_window" in kind.defaults:
         values |= {"use_sliding_window": False, "sliding_window": None}
         values["max_window_layers"] = len(c.layers)
@@ -167,13 +173,17 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
             values["layer_types"] = [FULL if window is None else SLIDING for window in windows]
     if (recurrent := family.recurrent) is not None:
         shapes = [layer.recurrence for layer in c.layers]
-        values["layer_types"] = [FULL if each is None else recurrent.layer_type for each in shapes]
-        values |= next((recurrent.hf_keys(each) for each in shapes if each is not None), {})
+        values["layer_types"] = [
+            recurrent.layer_type if shape is not None else FULL if window is None else SLIDING
+            for shape, window in zip(shapes, windows, strict=True)
+        ]
+        values |= next((recurrent.hf_keys(each, c) for each in shapes if each is not None), {})
     for number in family.keys:
         if number.hf:
             x = getattr(c, number.field)
             values[number.hf] = None if x == number.null else number.form.write(x)
     values |= {switch.hf: switch.value for switch in family.fixed if switch.hf}
+    values |= {key: getattr(c, name) for name, key in family.switches.items()}
     if "no_rope_layers" in kind.defaults:
         values["no_rope_layers"] = [int(bool(layer.rope.rotated)) for layer in c.layers]
     if kind.partial_rotary:

@@ -13,7 +13,7 @@ def tensor_names(checkpoint: Checkpoint) -> dict[str, str]:
     if not checkpoint.path.is_dir():
         return {role: weight.name for role, weight in checkpoint.weights.items()}
     family = FAMILIES[checkpoint.config.family]
-    fused = {part: each.gguf for each in family.fused for part in each.parts}
+    fused = {part: each.gguf for each in family.fused if each.gguf for part in each.parts}
     found = {}
     for role in checkpoint.weights:
         prefix, part = parts_of(role)
@@ -22,8 +22,8 @@ def tensor_names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def tensor_name(role: str) -> str:
-    """``layers.3.attn_q`` → ``blk.3.attn_q.weight``; biases and scales keep their ending, experts
-    lose their number."""
+    """``layers.3.attn_q`` → ``blk.3.attn_q.weight``; biases and scales keep their ending, a
+    recurrence's numbers a head have none, and experts lose their number."""
     prefix, _, part = role.rpartition(".")
-    ending = "" if part in ("bias", "scale") else ".weight"
+    ending = "" if part in ("bias", "scale", "ssm_a", "ssm_d") else ".weight"
     return (prefix if part.isdecimal() else role).replace("layers.", "blk.", 1) + ending

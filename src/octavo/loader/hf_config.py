@@ -246,7 +246,18 @@ class _Reader:
                 types, self.rotated(types), self.experts(), strict=True
             )
         ]
+        if self.has("layer_rope_theta") and self.values["layer_rope_theta"] is not None:
+            layers = self.with_bases(layers, ropes)
         return self.sharing(layers) if self.has("num_kv_shared_layers") else tuple(layers)
+
+    def with_bases(self, layers: list[Layer], ropes: dict[str, Any]) -> list[Layer]:
+        """Return the layers with rotary bases of their own, or none where that is 0."""
+        bases = self.section.reals("layer_rope_theta", len(layers))
+        own = {
+            base: self.rope(ropes | {"rope_theta": base}, self.head_dim) if base else UNROTATED
+            for base in bases
+        }
+        return [replace(layer, rope=own[base]) for layer, base in zip(layers, bases, strict=True)]
 
     def rotated(self, types: list[str]) -> list[bool]:
         """Which layers have rotary positions."""

@@ -245,6 +245,7 @@ def models() -> dict[str, Tiny]:
             gguf=False,
         ),
         "gpt_oss": gpt_oss(sizes),
+        "granite_swa": granite_swa(sizes),
         "granitehybrid": granitehybrid(sizes),
         "lfm2": lfm2(sizes),
         "lfm2moe": lfm2moe(sizes),
@@ -618,6 +619,41 @@ def gemma4(sizes: dict[str, Any]) -> dict[str, Tiny]:
             around=around,
         ),
     }
+
+
+def granite_swa(sizes: dict[str, Any]) -> Tiny:
+    """Windows and sinks; a rotary base for each layer, or none."""
+    own = {"num_hidden_layers": 5, "sliding_window": 17}
+    own |= {"layer_rope_theta": [0, 1e4, 1e4, 500.0, 0]}
+    own |= {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+    own |= {"attention_multiplier": 0.2, "logits_scaling": 6.0}
+
+    def rope(section: dict[str, Any]) -> Case:
+        return Case({"rope_parameters": section})
+
+    ropes = rope_sections(4)
+    return Tiny(
+        transformers.GraniteSWAConfig(**sizes | own),
+        {
+            "one-base": Case(without=("layer_rope_theta",)),
+            "unrotated": Case({"layer_rope_theta": [0] * 5}),
+            "linear": rope(ropes["linear"]),
+            "llama3": rope(ropes["llama3"]),
+            "yarn": rope(ropes["yarn"]),
+            "types": Case({"layer_types": [SLIDING, FULL, FULL, SLIDING, SLIDING]}),
+            "no-types": Case(without=("layer_types",), same=True),
+            "all-windows": Case({"layer_types": [SLIDING] * 5}),
+            "no-windows": Case({"layer_types": [FULL] * 5}),
+            "wide-window": Case({"sliding_window": 300}),
+            "biases": Case({"attention_bias": True, "mlp_bias": True}),
+            "untied": Case({"tie_word_embeddings": False}),
+            "no-scales": Case(without=("embedding_multiplier", "logits_scaling")),
+            "no-kv-heads": Case({"num_key_value_heads": None}),
+            "odd": Case(ODD),
+        },
+        gguf=False,
+        around={"sinks": (0.0, 2.0)},
+    )
 
 
 def granitehybrid(sizes: dict[str, Any]) -> Tiny:

@@ -186,6 +186,9 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
     values |= {key: getattr(c, name) for name, key in family.switches.items()}
     if "no_rope_layers" in kind.defaults:
         values["no_rope_layers"] = [int(bool(layer.rope.rotated)) for layer in c.layers]
+    if "layer_rope_theta" in kind.defaults:
+        ropes = [layer.rope for layer in c.layers]
+        values["layer_rope_theta"] = [each.theta if each.rotated else 0.0 for each in ropes]
     if kind.partial_rotary:
         values["partial_rotary_factor"] = c.layers[0].rope.rotated / c.head_dim
     if ORIGINAL in kind.defaults:

@@ -11,6 +11,8 @@ static_assert(kStateLanes == kLanes);
 
 constexpr int64_t kPartials = 4; // sums of rows i, i + 4, …, which hide the latency of a sum
 constexpr int64_t kMaxTaps = 16;
+// Rows lie kilobytes apart, so no prefetcher of the processor follows them.
+constexpr int64_t kRowsAhead = 6;
 constexpr float kUnitEps = 1e-6f;
 
 // A vector of channels from `at` on; with `Taps` known its weights stay in registers.
@@ -21,6 +23,8 @@ template <int64_t Taps> void conv_channels(const ConvArguments &a, int64_t at, i
         weight[j] = load_part(a.weight + j * a.ldw + at, count);
     const Vec bias = a.bias == nullptr ? Vec::set(0.0f) : load_part(a.bias + at, count);
     for (int64_t t = 0; t < a.tokens; ++t) {
+        if (t + kRowsAhead < a.tokens)
+            __builtin_prefetch(a.rows[t + kRowsAhead + taps - 1] + at);
         Vec sum = bias;
         for (int64_t j = 0; j < taps; ++j)
             sum = fma(weight[j], load_part(a.rows[t + j] + at, count), sum);

@@ -57,9 +57,9 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
             )
             peers = stack.enter_context(engines(task, args))
             comparisons[layers] = Comparison(peers, task, args)
-        whole, other = comparisons.values()
-        whole.probe(WORKLOADS, {})
-        other.settings = {engine: dict(chosen) for engine, chosen in whole.settings.items()}
+        quick, other = (comparisons[layers] for layers in sorted(model.depths))
+        quick.probe(WORKLOADS, {})
+        other.settings = {engine: dict(chosen) for engine, chosen in quick.settings.items()}
         for index in range(args.rounds):
             for workload in WORKLOADS:
                 for comparison in comparisons.values():
@@ -74,8 +74,8 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "depths": model.depths,
         "workloads": rows[model.depths[0]],
         "per_layer": {work.name: of_layer(model, rows, work) for work in WORKLOADS},
-        "settings": whole.settings,
-        "left_out": whole.left_out + other.left_out,
+        "settings": quick.settings,
+        "left_out": quick.left_out + other.left_out,
         "samples": {layers: [asdict(s) for s in c.samples] for layers, c in comparisons.items()},
     }
 

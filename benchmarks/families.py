@@ -3,7 +3,7 @@
     python benchmarks/families.py --llama-cpp BUILD/bin [--model NAME …] [--rounds 2] [--json FILE]
 
 The models are `family_models.py`'s, made where they are missing: true widths, random weights. A
-prompt of 512 tokens, and steps of 1, 8 and 32 sequences at a context of 128, as `peers.py` measures
+prompt of 512 tokens, and steps of 1, 8 and 32 sequences at a context of 64, as `peers.py` measures
 them. Every round takes each workload on both engines in both depths of a model, one right after the
 other. llama.cpp runs with flash attention, its best setting or within noise of it. A layer's time
 is the difference of the two depths over that of their layers, so the embedding, the head and what a
@@ -29,7 +29,7 @@ from octavo.loader import pull
 from peers import Comparison, engines
 
 PEER = "llama.cpp"
-PROMPT, CONTEXT, STEPS = 512, 128, 16  # tokens
+PROMPT, CONTEXT, STEPS = 512, 64, 16  # tokens
 SEQUENCES = (1, 8, 32)
 WORKLOADS = [Workload("prefill", 1), *(Workload("decode", count) for count in SEQUENCES)]
 BARS = {"prefill": 1.5, "decode-1": 1.25, "decode-8": 1.8, "decode-32": 1.8}

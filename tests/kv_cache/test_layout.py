@@ -52,8 +52,9 @@ def test_gemma_layers_make_six_groups_of_three() -> None:
         layout.place(18)
 
 
-RECURRENT = {"lfm2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
-LIKE_HEADS = [name for name, file in PRESETS.items() if file["model_type"] not in RECURRENT]
+OTHERS = {"lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}  # recurrent
+OTHERS |= {"granitemoehybrid", "gemma4_text"}  # and with heads of two widths
+LIKE_HEADS = [name for name, file in PRESETS.items() if file["model_type"] not in OTHERS]
 
 
 @pytest.mark.parametrize("name", LIKE_HEADS)

@@ -6,6 +6,7 @@ context, the instruct model's. Parameters are tested against the totals that are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,27 @@ def _olmo2(hidden: int, ffn: int, layers: int, heads: tuple[int, int]) -> Config
     return _shape("olmo2", hidden, ffn, layers, heads, 100352, 4096, 1e-6, False, 5e5)
 
 
+def _olmo3(hidden: int, ffn: int, layers: int, heads: tuple[int, int]) -> Config:
+    return _shape(
+        *("olmo3", hidden, ffn, layers, heads, 100278, 65536, 1e-6, False, 5e5),
+        sliding_window=4096,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    )
+
+
+def _ministral3(hidden: int, ffn: int, layers: int, *, tied: bool = False) -> Config:
+    return _shape(
+        *("ministral3", hidden, ffn, layers, (32, 8), 131072, 262144, 1e-5, tied, 1e6),
+        head_dim=128,
+    )
+
+
 def _qwen35(
     hidden: int,
     ffn: int,
@@ -220,17 +242,27 @@ def _qwen35(
     )
 
 
-def _lfm2(hidden: int, ffn: int, heads: int) -> Config:
-    """``ffn``: of which a third is left out, rounded up (`block_auto_adjust_ff_dim`)."""
+def _types(layers: int, full: Sequence[int], others: str) -> list[str]:
+    """Return the type of each layer: attention to everything in those of ``full``."""
+    return ["full_attention" if index in full else others for index in range(layers)]
+
+
+def _lfm2(
+    hidden: int,
+    ffn: int,
+    heads: int,
+    layers: int = 16,
+    full: Sequence[int] = (2, 5, 8, 10, 12, 14),
+    model_type: str = "lfm2",
+    **more: Any,
+) -> Config:
+    """``full``: the layers with attention."""
     return {
-        "model_type": "lfm2",
+        "model_type": model_type,
         "hidden_size": hidden,
         "intermediate_size": ffn,
-        "block_auto_adjust_ff_dim": True,
-        "block_multiple_of": 256,
-        "block_ffn_dim_multiplier": 1.0,
-        "num_hidden_layers": 16,
-        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "num_hidden_layers": layers,
+        "layer_types": _types(layers, full, "conv"),
         "num_attention_heads": heads,
         "num_key_value_heads": 8,
         "conv_L_cache": 3,
@@ -240,6 +272,99 @@ def _lfm2(hidden: int, ffn: int, heads: int) -> Config:
         "norm_eps": 1e-5,
         "tie_word_embeddings": True,
         "rope_theta": 1e6,
+        **more,
+    }
+
+
+# A third of the feed-forward layer is left out; what remains is rounded up.
+_TWO_THIRDS: Config = {
+    "block_auto_adjust_ff_dim": True,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+}
+
+
+def _granite4(
+    hidden: int, ffn: int, shared: int, heads: tuple[int, int], experts: tuple[int, int]
+) -> Config:
+    """``experts``: how many, and how many are chosen, beside a ``shared`` one."""
+    return _shape(
+        *("granitemoehybrid", hidden, ffn, 40, heads, 100352, 131072, 1e-5, True, 1e4),
+        layer_types=_types(40, (5, 15, 25, 35), "linear_attention"),
+        num_local_experts=experts[0],
+        num_experts_per_tok=experts[1],
+        shared_intermediate_size=shared,
+        mamba_n_heads=hidden // 32,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        mamba_d_conv=4,
+        mamba_expand=2,
+    )
+
+
+def _gemma4(
+    hidden: int,
+    ffn: int,
+    layers: int,
+    heads: tuple[int, int],
+    context: int,
+    window: int,
+    *,
+    period: int = 6,
+    **more: Any,
+) -> Config:
+    """``period``: one layer in so many sees everything."""
+    return _shape(
+        *("gemma4_text", hidden, ffn, layers, heads, 262144, context, 1e-6, True, 1e6),
+        layer_types=_types(layers, range(period - 1, layers, period), "sliding_attention"),
+        sliding_window=window,
+        head_dim=256,
+        global_head_dim=512,
+        final_logit_softcapping=30.0,
+        hidden_activation="gelu_pytorch_tanh",
+        **more,
+    )
+
+
+def _gemma4_e(hidden: int, ffn: int, layers: int, kv_heads: int, **more: Any) -> Config:
+    """Return a shape of the models whose layers have inputs of their own."""
+    return _gemma4(
+        *(hidden, ffn, layers, (8, kv_heads), 131072, 512),
+        hidden_size_per_layer_input=256,
+        **more,
+    )
+
+
+def _gemma4_large(
+    hidden: int, ffn: int, layers: int, heads: tuple[int, int], wide: int, **more: Any
+) -> Config:
+    """``wide``: the KV heads of layers that see everything, whose keys are their values."""
+    return _gemma4(
+        *(hidden, ffn, layers, heads, 262144, 1024),
+        num_global_key_value_heads=wide,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        **more,
+    )
+
+
+def _gpt_oss(layers: int, experts: int) -> Config:
+    """Return a shape of gpt-oss, with the rotary positions that its class has by default."""
+    return {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "sliding_window": 128,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "tie_word_embeddings": False,
     }
 
 
@@ -309,11 +434,18 @@ PRESETS: dict[str, Config] = {
     "smollm2-135m": _smollm2(576, 1536, 30, (9, 3)),
     "smollm2-360m": _smollm2(960, 2560, 32, (15, 5)),
     "smollm2-1.7b": _smollm2(2048, 8192, 24, (32, 32), theta=130000.0),
+    "smollm3-3b": _shape(
+        *("smollm3", 2048, 11008, 36, (16, 4), 128256, 65536, 1e-6, True, 5e6),
+        no_rope_layer_interval=4,
+    ),
     "mistral-7b-v0.1": _mistral(4096, 14336, 32, 32000, 32768, 1e4, window=4096),
     "mistral-7b-v0.3": _mistral(4096, 14336, 32, 32768, 32768, 1e6),
     "mistral-nemo-12b": _mistral(5120, 14336, 40, 131072, 131072, 1e6),
     "mistral-small-24b": _mistral(5120, 32768, 40, 131072, 32768, 1e8),
     "mistral-small-3.2-24b": _mistral(5120, 32768, 40, 131072, 131072, 1e9),
+    "ministral-3-3b": _ministral3(3072, 9216, 26, tied=True),
+    "ministral-3-8b": _ministral3(4096, 14336, 34),
+    "ministral-3-14b": _ministral3(5120, 16384, 40),
     "mixtral-8x7b": _mixtral(4096, 14336, 32, (32, 8), 32000, 32768),
     "mixtral-8x22b": _mixtral(6144, 16384, 56, (48, 8), 32768, 65536),
     "qwen2.5-0.5b": _qwen25(896, 4864, 24, (14, 2)),
@@ -357,6 +489,21 @@ PRESETS: dict[str, Config] = {
     "gemma-2-27b": _gemma2(4608, 36864, 46, (32, 16), 128, 144),
     "gemma-3-270m": _gemma3(640, 2048, 18),
     "gemma-3-1b": _gemma3(1152, 6912, 26),
+    "gemma-4-e2b": _gemma4_e(
+        *(1536, 6144, 35, 1), period=5, num_kv_shared_layers=20, use_double_wide_mlp=True
+    ),
+    "gemma-4-e4b": _gemma4_e(2560, 10240, 42, 2, num_kv_shared_layers=18),
+    "gemma-4-12b": _gemma4_large(3840, 15360, 48, (16, 8), 1),
+    "gemma-4-26b-a4b": _gemma4_large(
+        *(2816, 2112, 30, (16, 8), 2),
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
+    "gemma-4-31b": _gemma4_large(5376, 21504, 60, (32, 16), 4),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "phi-3-mini": _phi3(3072, 8192, 32, (32, 32)),
     "phi-3-medium": _phi3(5120, 17920, 40, (40, 10)),
     "phi-4": _phi3(5120, 17920, 40, (40, 10), 100352, 16384, 250000.0, window=None),
@@ -373,12 +520,43 @@ PRESETS: dict[str, Config] = {
     },
     "granite-3.3-2b": _granite(2048, 8192, 0.015625, 8.0),
     "granite-3.3-8b": _granite(4096, 12800, 0.0078125, 16.0),
+    "granite-4.0-h-micro": _granite4(2048, 8192, 8192, (32, 8), (0, 0)),
+    "granite-4.0-h-tiny": _granite4(1536, 512, 1024, (12, 4), (64, 6)),
+    "granite-4.0-h-small": _granite4(4096, 768, 1536, (32, 8), (72, 10)),
     "olmo-2-7b": _olmo2(4096, 11008, 32, (32, 32)),
     "olmo-2-13b": _olmo2(5120, 13824, 40, (40, 40)),
     "olmo-2-32b": _olmo2(5120, 27648, 64, (40, 8)),
-    "lfm2-350m": _lfm2(1024, 6656, 16),
-    "lfm2-700m": _lfm2(1536, 10240, 24),
-    "lfm2-1.2b": _lfm2(2048, 12288, 32),
+    "olmo-3-7b": _olmo3(4096, 11008, 32, (32, 32)),
+    "olmo-3-32b": _olmo3(5120, 27648, 64, (40, 8)),
+    "command-r7b": {
+        "model_type": "cohere2",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 256000,
+        "max_position_embeddings": 132096,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.25,
+        "rope_theta": 5e4,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+    "lfm2-350m": _lfm2(1024, 6656, 16, **_TWO_THIRDS),
+    "lfm2-700m": _lfm2(1536, 10240, 24, **_TWO_THIRDS),
+    "lfm2-1.2b": _lfm2(2048, 12288, 32, **_TWO_THIRDS),
+    "lfm2-2.6b": _lfm2(
+        *(2048, 10752, 32, 30, (2, 6, 9, 12, 15, 18, 21, 24, 27)),
+        block_auto_adjust_ff_dim=False,
+    ),
+    "lfm2-8b-a1b": _lfm2(
+        *(2048, 7168, 32, 24, (2, 6, 10, 14, 18, 21), "lfm2_moe"),
+        moe_intermediate_size=1792,
+        num_experts=32,
+        num_experts_per_tok=4,
+        num_dense_layers=2,
+    ),
     "deepseek-v2-lite": _latent(
         *("deepseek_v2", 2048, 10944, 27, 16, 102400, 163840),
         experts=(64, 6, 1408),

@@ -66,6 +66,7 @@ class Load:
     limits: SchedulerConfig
     stop_rate: float
     arrivals: list[Arrival]
+    state_pages: int = 0
 
 
 @st.composite
@@ -90,6 +91,9 @@ def loads(draw: st.DrawFn) -> Load:
         limits = replace(limits, chunked_prefill=False, max_num_batched_tokens=most)
     whole = len(windows) * -(-max_model_len // block_size)
     num_blocks = max(1, int(whole * draw(st.sampled_from((0.6, 1.0, 1.5, 4.0)))))
+    state_pages = draw(st.sampled_from((0, 0, 1, 3)))
+    num_blocks += state_pages * draw(st.sampled_from((1, 2, 5, 30)))
+    limits = replace(limits, state_snapshots=draw(st.sampled_from((0.0, 0.2, 0.5))))
     rates = draw(st.sampled_from(RATES))
     if limits.chunked_prefill and draw(st.booleans()):
         limits = replace(limits, itl_target=draw(st.sampled_from((1e-3, 0.2, 0.5, 3.0))))
@@ -124,7 +128,7 @@ def loads(draw: st.DrawFn) -> Load:
         )
         arrivals.append(Arrival(time, request))
     stop_rate = draw(st.sampled_from((0.0, 1.0, 1.0, 0.1)))
-    return Load(windows, rates, block_size, num_blocks, limits, stop_rate, arrivals)
+    return Load(windows, rates, block_size, num_blocks, limits, stop_rate, arrivals, state_pages)
 
 
 def terms(limits: SchedulerConfig, seed: int) -> dict[str, Any]:
@@ -158,7 +162,7 @@ class Times:
 
 def build(load: Load) -> Engine:
     config = model(load.windows)
-    kv_layout: KvLayout = layout(load.windows, load.block_size)
+    kv_layout: KvLayout = layout(load.windows, load.block_size, load.state_pages)
     executor = SimulatedExecutor(
         program(config), kv_layout, num_blocks=load.num_blocks, rates=load.rates,
         max_tokens=load.limits.max_num_batched_tokens,
@@ -209,8 +213,17 @@ def state(engine: Engine) -> dict[str, Any]:
         "shared tails": set(kv.shared_tails),
         "cached": list(kv.pool._cached),
         "index": {
-            key: (node.tokens, node.blocks[:], node.refs) for key, node in kv.index._nodes.items()
+            key: (node.tokens, node.blocks[:], node.pages[:], node.refs)
+            for key, node in kv.index._nodes.items()
         },
+        "states": kv.state
+        and (
+            [pages[:] for pages in kv.state._pages],
+            {slot: pages[:] for slot, pages in kv.state._writes.items()},
+            kv.state._busy.tolist(),
+            {slot: node.key for slot, node in kv.state._rolling.items()},
+            [(node.key, kind) for node, kind in kv.state.snapshots._kinds.items()],
+        ),
         "waiting": [(seq.order, seq.queued, seq.stood) for seq in scheduler.waiting],
         "served": (
             [scheduler.policy.served(request.scheduling.client) for request in requests]

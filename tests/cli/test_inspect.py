@@ -151,7 +151,7 @@ def test_states(family: str, tmp_path: Path) -> None:
     layers, size = STATES[family]
     assert f"model, {family}, " in result.stdout
     assert f"layers ({layers})" in result.stdout
-    assert f"recurrent layers: {size:,} bytes in whole blocks" in result.stdout
+    assert f"state       {size:,} bytes a sequence for " in result.stdout
 
 
 def test_quantized(tmp_path: Path) -> None:

@@ -308,9 +308,9 @@ def as_text(facts: dict[str, Any]) -> str:
     ]
     if facts["recurrent_layers"]:
         lines.append(
-            f"state       {as_size(facts['state_held_bytes'])} a sequence for "
-            f"{plural(facts['recurrent_layers'], 'recurrent layer')}: "
-            f"{facts['state_bytes']:,} bytes in whole blocks"
+            f"state       {facts['state_bytes']:,} bytes a sequence for "
+            f"{plural(facts['recurrent_layers'], 'recurrent layer')}, "
+            f"{as_size(facts['state_held_bytes'])} in whole blocks"
         )
     if "does_not_fit" in here:
         lines.append(f"here        does not fit: {named_flags(here['does_not_fit'])}")

@@ -402,11 +402,11 @@ class KvCache:
         """
         if self.capacity(slot) < count:
             return False
-        if self.state is not None:
-            self.state.reserve(slot)
         size = self.block_size
         start = int(self.num_tokens[slot])
         self._leave_window(slot, start)
+        if self.state is not None:
+            self.state.reserve(slot)
         if slot in self.shared_tails:
             self.shared_tails.discard(slot)
             for group, block in enumerate(self._tail(slot)):

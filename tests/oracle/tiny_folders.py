@@ -21,6 +21,7 @@ FAMILIES = ORACLE / "families"
 QUANTIZED = sorted(path.name for path in (FAMILIES.parent / "quantized").iterdir())
 TEXT = "text_config"
 BASE = "base"
+LLAMA_CPP = "llama_cpp.npz"  # of a family: logits by label
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,31 @@
+"""Tiny models of the families from GGUF files, against llama.cpp's recorded logits.
+
+llama.cpp computes float32 weights in float32, on keys and values in float16, as Octavo does here.
+Tolerances are those of test_families.py, twice as large: both sides round.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octavo.loader import load
+from oracle.test_families import EXACT, run
+from oracle.tiny_folders import FAMILIES, LLAMA_CPP, gguf_file, recorded
+
+NAMES = sorted(path.parent.name for path in FAMILIES.glob(f"*/{LLAMA_CPP}"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits(name: str, tmp_path: Path) -> None:
+    expected = recorded(name)
+    with np.load(FAMILIES / name / LLAMA_CPP) as logits:
+        recorded_by_llama_cpp = dict(logits)
+    for label, theirs in recorded_by_llama_cpp.items():
+        count, some = theirs.shape
+        checkpoint = load(gguf_file(name, label, tmp_path / f"{label}.gguf"))
+        ours = run(checkpoint, "generic", expected.tokens(label)[:count], [count])
+        kept = np.take_along_axis(ours, expected.columns[:count, :some], axis=1)
+        difference = np.abs(kept - theirs) / theirs.std()
+        print(f"{label}: mean {difference.mean():.1e}, most {difference.max():.1e}")
+        assert difference.max() < 2 * EXACT[1], label

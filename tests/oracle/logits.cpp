@@ -2,7 +2,8 @@
 // TOKEN...
 //
 // The tokens go through the model one by one, on one thread, with keys and values in float16 and
-// no flash attention, as Octavo's tests have them. OUT gets the logits, float32 [TOKENS, vocabulary].
+// no flash attention, as Octavo's tests have them. OUT gets the logits, float32 [TOKENS,
+// vocabulary].
 
 #include "llama.h"
 

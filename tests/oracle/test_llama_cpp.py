@@ -14,9 +14,9 @@ from octavo.loader import load
 from oracle.test_families import EXACT, run
 from oracle.tiny_folders import FAMILIES, LLAMA_CPP, gguf_file, recorded
 
-# Octavo agrees with transformers on these files (test_families.py). llama.cpp ignores the windows of
-# Phi 3 (its phi3.cpp says so), and differs where OLMo 3's rotary positions are scaled: why is not
-# known.
+# Octavo agrees with transformers on these files (test_families.py). llama.cpp disables the windows
+# of Phi 3 (its phi3.cpp warns of it). It reads the base of OLMo 3's layers with windows, but
+# rotates these with the other layers' base (its olmo2.cpp).
 KNOWN = {("phi4-mini", "window"), ("olmo3", "linear"), ("olmo3", "yarn")}
 NAMES = sorted(path.parent.name for path in FAMILIES.glob(f"*/{LLAMA_CPP}"))
 

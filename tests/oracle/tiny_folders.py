@@ -120,7 +120,7 @@ def quantized_folder(name: str, path: Path) -> Path:
     return path
 
 
-def transformed(values: Float32, how: int | str | Sequence[Any], shift: int) -> Float32:
+def transformed(values: Float32, how: int | str | list[Any], shift: int) -> Float32:
     """A folder's tensor as GGUF has it: rows of so many heads in pairs, or a stack of experts'
     matrices turned, of which gate and up are the rows in turn, or one half of the rows, or
     [axis, indices], rows or columns in another order.

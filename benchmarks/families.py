@@ -3,10 +3,11 @@
     python benchmarks/families.py --llama-cpp BUILD/bin [--model NAME …] [--rounds 2] [--json FILE]
 
 The models are `family_models.py`'s, made where they are missing: true widths, random weights. A
-prompt of 512 tokens, and steps of 1, 8 and 32 sequences at a context of 128, as `peers.py` measures
-them, with the best of llama.cpp's settings. Every round takes each workload on both engines in both
-depths of a model, one right after the other. A layer's time is the difference of the two depths
-over that of their layers, so the embedding, the head and what a step costs at all are not in it.
+prompt of 512 tokens, and steps of 1, 8 and 32 sequences at a context of 64, as `peers.py` measures
+them. Every round takes each workload on both engines in both depths of a model, one right after the
+other. llama.cpp runs with flash attention, its best setting or within noise of it. A layer's time
+is the difference of the two depths over that of their layers, so the embedding, the head and what a
+step costs at all are not in it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from octavo.loader import pull
 from peers import Comparison, engines
 
 PEER = "llama.cpp"
-PROMPT, CONTEXT, STEPS = 512, 128, 16  # tokens
+PROMPT, CONTEXT, STEPS = 512, 64, 16  # tokens
 SEQUENCES = (1, 8, 32)
 WORKLOADS = [Workload("prefill", 1), *(Workload("decode", count) for count in SEQUENCES)]
 BARS = {"prefill": 1.5, "decode-1": 1.25, "decode-8": 1.8, "decode-32": 1.8}
@@ -57,9 +58,9 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
             )
             peers = stack.enter_context(engines(task, args))
             comparisons[layers] = Comparison(peers, task, args)
-        whole, other = comparisons.values()
-        whole.probe(WORKLOADS, {})
-        other.settings = {engine: dict(chosen) for engine, chosen in whole.settings.items()}
+            for peer in peers:
+                first = {work.name: peer.candidates(work)[0] for work in WORKLOADS}
+                comparisons[layers].settings[peer.name] = first
         for index in range(args.rounds):
             for workload in WORKLOADS:
                 for comparison in comparisons.values():
@@ -74,8 +75,7 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "depths": model.depths,
         "workloads": rows[model.depths[0]],
         "per_layer": {work.name: of_layer(model, rows, work) for work in WORKLOADS},
-        "settings": whole.settings,
-        "left_out": whole.left_out + other.left_out,
+        "left_out": [reason for each in comparisons.values() for reason in each.left_out],
         "samples": {layers: [asdict(s) for s in c.samples] for layers, c in comparisons.items()},
     }
 

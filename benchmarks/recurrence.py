@@ -26,6 +26,7 @@ from octavo.kv_cache.state_batch import whole
 from octavo.loader.base import Checkpoint, Tokenizer, Weight, WeightFormat
 from octavo.models.config import Activation, Layer, ModelConfig, Rope
 from octavo.models.families import program
+from octavo.models.program import Shapes
 from octavo.models.recurrence_shape import DeltaShape
 
 CHUNK, SEQUENCES, BLOCK = 512, 32, 16
@@ -63,10 +64,10 @@ def made_up(layers: int) -> ModelConfig:
     )
 
 
-def random_weights(config: ModelConfig) -> dict[str, Weight]:
+def random_weights(shapes: Shapes) -> dict[str, Weight]:
     rng = np.random.default_rng(0)
     weights = {}
-    for role, shape in program(config).weights.items():
+    for role, shape in shapes.items():
         if len(shape) == 2:
             blocks = rng.integers(0, 256, (shape[0] * shape[1] // 32, 18), np.uint8)
             blocks[:, :2] = np.array([0.01], np.float16).view(np.uint8)
@@ -87,12 +88,12 @@ class Machine:
         self.pages = self.layout.state_blocks
         self.blocks = CHUNK // BLOCK + 4  # of a sequence in each group
         self.first_page = SEQUENCES * self.blocks * len(self.layout.groups)
-        checkpoint = Checkpoint(
-            Path("made up"), config, random_weights(config), cast(Tokenizer, None), None
-        )
+        compute = program(config)
+        weights = random_weights(compute.weights)
+        checkpoint = Checkpoint(Path("made up"), config, weights, cast(Tokenizer, None), None)
         self.executor = NativeExecutor(
             checkpoint,
-            program(config),
+            compute,
             self.layout,
             threads=threads,
             num_blocks=self.first_page + SEQUENCES * self.pages,

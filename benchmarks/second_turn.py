@@ -149,6 +149,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", type=Path, help="a GGUF file")
     parser.add_argument("--llama-cpp", type=Path, help="its llama-server, to compare with")
+    parser.add_argument("--server", action="append", help="of those, by name (default: all)")
     parser.add_argument("--tokens", type=int, default=8000, help="of the first turn")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", help="file for the results")
@@ -157,8 +158,8 @@ def main() -> int:
     vocab = loader.load(args.model).config.vocab_size
     found: dict[str, dict[str, Answer]] = {}
     with servers(args) as started:
-        for name, server in started.items():
-            found[name] = {}
+        for name in args.server or started:
+            server, found[name] = started[name], {}
             for kind, answer in conversation(server, args.tokens, vocab):
                 found[name][kind] = answer
                 print(f"{name}, {kind}: {1e3 * answer.seconds:.0f} ms, {answer.cached} cached",

@@ -19,53 +19,68 @@ int64_t ceil_div(int64_t a, int64_t b) {
 
 PagedAttention::PagedAttention(const Tier &tier, const RuntimeConfig &config, int threads)
     : tier_(tier), config_(config), threads_(threads),
-      least_items_(threads > 1 ? threads * kItemsAThread : 0), thread_floats_(0) {
-    int64_t most_heads = 0;
-    int64_t slot_floats = 0;
-    for (const KvGroup &group : config.groups) {
-        Plan plan{};
-        plan.window = group.window;
-        plan.kv_heads = group.kv_heads;
-        plan.head_dim = group.head_dim;
-        plan.group_heads = config.num_heads / group.kv_heads;
-        plan.head_bytes = config.head_bytes(group);
-        plan.tile_tokens = std::max<int64_t>(1, kTileRows / plan.group_heads);
-        const int64_t tiles = config.max_tokens / plan.tile_tokens + config.max_seqs;
-        // Of single tokens, what is split has more than a least_items_-th of all chunks, so there
-        // are fewer of them. Tiles of several tokens take as many slots as these have left (plan).
-        const int64_t heads = tiles * plan.kv_heads;
-        const int64_t split = std::min(least_items_, heads);
-        plan.num_slots = split * ceil_div(config.max_blocks_per_seq * config.block_size, kChunk);
-        const auto same = std::find_if(tilings_.begin(), tilings_.end(), [&](const Tiling &tiling) {
-            return tiling.tile_tokens == plan.tile_tokens;
-        });
-        plan.tiling = size_t(same - tilings_.begin());
-        if (same == tilings_.end()) {
-            tilings_.push_back(Tiling{plan.tile_tokens, {}});
-            tilings_.back().tiles.reserve(size_t(tiles));
-        }
-        plan.first_item.reserve(size_t(tiles + 1));
-        plan.first_slot.reserve(size_t(tiles));
-        plans_.push_back(std::move(plan));
+      least_items_(threads > 1 ? threads * kItemsAThread : 0) {
+    for (size_t group = 0; group < config.groups.size(); ++group)
+        add_plan(int64_t(group), config.num_heads);
+}
 
-        AttentionShape shape{};
-        shape.heads_per_kv = plans_.back().group_heads;
-        shape.head_dim = group.head_dim;
-        const int64_t rows = plans_.back().tile_tokens * shape.heads_per_kv;
-        thread_floats_ =
-            std::max(thread_floats_,
-                     ceil_div(shape.state_floats(rows) + shape.scratch_floats(rows), 16) * 16);
-        slot_floats =
-            std::max(slot_floats, plans_.back().num_slots * shape.state_floats(shape.heads_per_kv));
-        most_heads = std::max(most_heads, heads);
+int64_t PagedAttention::plan_of(int64_t group, int64_t heads) {
+    const auto same = std::find_if(plans_.begin(), plans_.end(), [&](const Plan &plan) {
+        return plan.group == group && plan.group_heads * plan.kv_heads == heads;
+    });
+    if (same != plans_.end())
+        return same - plans_.begin();
+    add_plan(group, heads);
+    return int64_t(plans_.size()) - 1;
+}
+
+void PagedAttention::add_plan(int64_t index, int64_t query_heads) {
+    const KvGroup &group = config_.groups[size_t(index)];
+    Plan plan{};
+    plan.group = index;
+    plan.window = group.window;
+    plan.kv_heads = group.kv_heads;
+    plan.head_dim = group.head_dim;
+    plan.group_heads = query_heads / group.kv_heads;
+    plan.head_bytes = config_.head_bytes(group);
+    plan.tile_tokens = std::max<int64_t>(1, kTileRows / plan.group_heads);
+    const int64_t tiles = config_.max_tokens / plan.tile_tokens + config_.max_seqs;
+    // Of single tokens, what is split has more than a least_items_-th of all chunks, so there
+    // are fewer of them. Tiles of several tokens take as many slots as these have left (plan).
+    const int64_t heads = tiles * plan.kv_heads;
+    const int64_t split = std::min(least_items_, heads);
+    plan.num_slots = split * ceil_div(config_.max_blocks_per_seq * config_.block_size, kChunk);
+    const auto same = std::find_if(tilings_.begin(), tilings_.end(), [&](const Tiling &tiling) {
+        return tiling.tile_tokens == plan.tile_tokens;
+    });
+    plan.tiling = size_t(same - tilings_.begin());
+    if (same == tilings_.end()) {
+        tilings_.push_back(Tiling{plan.tile_tokens, {}});
+        tilings_.back().tiles.reserve(size_t(tiles));
     }
-    thread_space_ = Memory(size_t(thread_floats_ * threads) * sizeof(float));
-    slots_ = Memory(size_t(slot_floats) * sizeof(float));
-    done_ = std::make_unique<std::atomic<int32_t>[]>(size_t(most_heads));
+    plan.first_item.reserve(size_t(tiles + 1));
+    plan.first_slot.reserve(size_t(tiles));
+
+    AttentionShape shape{};
+    shape.heads_per_kv = plan.group_heads;
+    shape.head_dim = group.head_dim;
+    const int64_t rows = plan.tile_tokens * shape.heads_per_kv;
+    const int64_t floats = ceil_div(shape.state_floats(rows) + shape.scratch_floats(rows), 16) * 16;
+    const int64_t slots = plan.num_slots * shape.state_floats(shape.heads_per_kv);
+    if (floats > thread_floats_)
+        thread_space_ = Memory(size_t(floats * threads_) * sizeof(float));
+    if (slots > slot_floats_)
+        slots_ = Memory(size_t(slots) * sizeof(float));
+    if (heads > most_heads_)
+        done_ = std::make_unique<std::atomic<int32_t>[]>(size_t(heads));
+    thread_floats_ = std::max(thread_floats_, floats);
+    slot_floats_ = std::max(slot_floats_, slots);
+    most_heads_ = std::max(most_heads_, heads);
+    plans_.push_back(std::move(plan));
 }
 
 AttentionShape PagedAttention::shape_of(const Layer &layer) const {
-    const Plan &plan = plans_[size_t(layer.group)];
+    const Plan &plan = plans_[size_t(layer.plan)];
     AttentionShape shape{};
     shape.heads_per_kv = plan.group_heads;
     shape.head_dim = plan.head_dim;
@@ -101,12 +116,11 @@ void PagedAttention::plan(const StepBatch &batch) {
             }
         }
     }
-    for (size_t group = 0; group < plans_.size(); ++group) {
-        Plan &plan = plans_[group];
+    for (Plan &plan : plans_) {
         const std::vector<Tile> &tiles = tiles_of(plan);
         const int64_t heads = plan.kv_heads;
         const auto chunks_of = [&](const Tile &tile) {
-            const AttentionQuery query = query_of(int64_t(group), tile);
+            const AttentionQuery query = query_of(plan.group, tile);
             return query.end_chunk() - query.first_chunk(plan.window);
         };
         plan.first_item.clear();
@@ -132,13 +146,13 @@ void PagedAttention::plan(const StepBatch &batch) {
     }
 }
 
-Job PagedAttention::job(int64_t group) const {
-    const int64_t items = plans_[size_t(group)].first_item.back();
+Job PagedAttention::job(int64_t plan) const {
+    const int64_t items = plans_[size_t(plan)].first_item.back();
     return Job{items, std::max<int64_t>(1, items / (threads_ * kItemsAThread))};
 }
 
 PagedAttention::Item PagedAttention::item_at(const Layer &layer, int64_t item, int64_t tile) const {
-    const Plan &plan = plans_[size_t(layer.group)];
+    const Plan &plan = plans_[size_t(layer.plan)];
     const Tile &of = tiles_of(plan)[size_t(tile)];
     const int64_t within = item - plan.first_item[size_t(tile)];
     Item out{};
@@ -162,7 +176,7 @@ void PagedAttention::run(const Layer &layer, const float *q, int64_t ldq, const 
                          int64_t end) {
     const AttentionKernels &kernels = tier_.attention;
     const AttentionShape shape = shape_of(layer);
-    const Plan &plan = plans_[size_t(layer.group)];
+    const Plan &plan = plans_[size_t(layer.plan)];
     const std::vector<Tile> &tiles = tiles_of(plan);
     const int64_t heads = plan.kv_heads;
     const int64_t group_heads = plan.group_heads;
@@ -216,7 +230,7 @@ void PagedAttention::run(const Layer &layer, const float *q, int64_t ldq, const 
 void PagedAttention::store(const Layer &layer, int64_t slot, int64_t tokens, const float *k,
                            int64_t ldk, const float *v, int64_t ldv, std::byte *block) const {
     const AttentionShape shape = shape_of(layer);
-    const Plan &plan = plans_[size_t(layer.group)];
+    const Plan &plan = plans_[size_t(layer.plan)];
     const int64_t heads = plan.kv_heads;
     for (int64_t h = 0; h < heads; ++h) {
         tier_.attention.store(shape, slot, tokens, k + h * plan.head_dim, ldk,

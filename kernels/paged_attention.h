@@ -24,13 +24,17 @@ class PagedAttention {
         int64_t index; // within the group
         float scale;
         float softcap; // 0: none
+        int64_t plan;  // plan_of its group and query heads
     };
 
     PagedAttention(const Tier &tier, const RuntimeConfig &config, int threads);
 
+    // How a step's queries are cut for layers of a group with so many query heads, a multiple of
+    // its KV heads. Those of the model's own number have the group's number.
+    int64_t plan_of(int64_t group, int64_t heads);
     // Cuts the batch, which must stay as it is until the next plan.
     void plan(const StepBatch &batch);
-    Job job(int64_t group) const;
+    Job job(int64_t plan) const;
     // Items [begin, end) of a layer's job. Row t of q and out is token t's, all heads; rows are ldq
     // and ldo floats apart. `sinks` are the layer's, if it has any; `arena` is the KV cache.
     void run(const Layer &layer, const float *q, int64_t ldq, const float *sinks, float *out,
@@ -47,8 +51,10 @@ class PagedAttention {
         int32_t token;
         int32_t tokens;
     };
-    // A KV group, and its items: of each tile, all pieces of its first head, and so on.
+    // Layers of a KV group with as many query heads, and their items: of each tile, all pieces of
+    // its first head, and so on.
     struct Plan {
+        int64_t group;
         int64_t window;
         int64_t kv_heads;
         int64_t head_dim;
@@ -80,6 +86,7 @@ class PagedAttention {
         AttentionSpan span;
     };
 
+    void add_plan(int64_t group, int64_t heads);
     AttentionShape shape_of(const Layer &layer) const;
     AttentionQuery query_of(int64_t group, const Tile &tile) const;
     const std::vector<Tile> &tiles_of(const Plan &plan) const {
@@ -94,9 +101,9 @@ class PagedAttention {
 
     const StepBatch *batch_ = nullptr;
     std::vector<Tiling> tilings_;
-    std::vector<Plan> plans_;                      // by group
+    std::vector<Plan> plans_;
     std::unique_ptr<std::atomic<int32_t>[]> done_; // pieces, [tiles][KV heads]; zero between jobs
-    int64_t thread_floats_;
+    int64_t thread_floats_ = 0, slot_floats_ = 0, most_heads_ = 0;
     Memory thread_space_; // a thread's state and scratch
     Memory slots_;        // states of single chunks, of a token's queries on one KV head
 };

@@ -215,7 +215,7 @@ int64_t Runtime::add_rope(int64_t dim, bool interleaved, const std::vector<doubl
             }
         }
     };
-    fill(rope.coarse, (positions + kFine - 1) / kFine, kFine, magnitude);
+    fill(rope.coarse, positions / kFine + 1, kFine, magnitude); // and one position ahead
     fill(rope.fine, kFine, 1, 1.0);
     ropes_.push_back(std::move(rope));
     return int64_t(ropes_.size()) - 1;
@@ -472,6 +472,7 @@ void Runtime::check_region(Region &region, Program &program) {
             check_order(step.order, step.k);
         } else if constexpr (std::is_same_v<Step, AngleStep>) {
             check_range("rope", step.rope, 0, int64_t(ropes_.size()) - 1);
+            check_range("positions ahead", step.ahead, 0, 1);
             value(step.out, 2 * ropes_[size_t(step.rope)].dim, "angles");
             program.cached = true;
         } else if constexpr (std::is_same_v<Step, RopeStoreStep>) {
@@ -486,8 +487,9 @@ void Runtime::check_region(Region &region, Program &program) {
                 refuse("keys of selected rows only");
         } else if constexpr (std::is_same_v<Step, RotateStep>) {
             check_range("head_dim", step.head_dim, 2, 1024);
+            check_range("num_heads", step.heads, 1, 1024);
             check_rope(step.rope, step.head_dim);
-            value(step.q, config_.num_heads * step.head_dim, "q");
+            value(step.q, step.heads * step.head_dim, "q");
             value(step.angles, 2 * ropes_[size_t(step.rope)].dim, "angles");
             if (selected)
                 refuse("queries of selected rows only");
@@ -561,14 +563,18 @@ void Runtime::check_region(Region &region, Program &program) {
                 check_vector(part.bias, matrix.n);
             linear->blocks += column_blocks(matrix.n);
         }
-    } else if (const auto *attention = std::get_if<AttentionRegion>(&region.work)) {
-        const int64_t width =
-            config_.num_heads *
-            checked_group(attention->layer.group, attention->layer.index).head_dim;
+    } else if (auto *attention = std::get_if<AttentionRegion>(&region.work)) {
+        PagedAttention::Layer &layer = attention->layer;
+        const KvGroup &group = checked_group(layer.group, layer.index);
+        check_range("num_heads", attention->heads, 1, 1024);
+        if (attention->heads % group.kv_heads != 0)
+            refuse("num_heads is not a multiple of num_kv_heads");
+        const int64_t width = attention->heads * group.head_dim;
         value(attention->q, width, "q");
         value(attention->out, width, "attention output");
         if (attention->sinks >= 0)
-            check_vector(attention->sinks, config_.num_heads);
+            check_vector(attention->sinks, attention->heads);
+        layer.plan = attention_.plan_of(layer.group, attention->heads);
         program.cached = true;
         if (selected || attention->q.local || attention->out.local)
             refuse("attention of selected rows only, or of a thread's");
@@ -1101,7 +1107,7 @@ const float *Runtime::in_order(const float *row, int64_t order, const Scope &sco
 
 void Runtime::run(const AngleStep &step, int64_t row, const Scope &scope) {
     const RopeTable &rope = ropes_[size_t(step.rope)];
-    const int64_t position = batch_.positions[row];
+    const int64_t position = batch_.positions[row] + step.ahead;
     const double *coarse = rope.coarse.data() + position / kFine * rope.dim;
     const double *fine = rope.fine.data() + position % kFine * rope.dim;
     float *cosines = row_of(step.out, row, scope);
@@ -1130,7 +1136,7 @@ void Runtime::run(const RopeStoreStep &step, int64_t row, const Scope &scope) {
 
 void Runtime::run(const RotateStep &step, int64_t row, const Scope &scope) {
     rotate(ropes_[size_t(step.rope)], row_of(step.angles, row, scope), row_of(step.q, row, scope),
-           config_.num_heads, step.head_dim);
+           step.heads, step.head_dim);
 }
 
 // Every head of a row, by its token's cosines and sines.
@@ -1151,7 +1157,7 @@ void Runtime::store(const RopeStoreStep &step, const Scope &scope, int64_t begin
             {end - row, batch_.seq_offsets[seq + 1] - row, kTokenTile - position % kTokenTile});
         const int32_t index = table(step.group, seq)[position / config_.block_size];
         const int64_t slot = position % config_.block_size;
-        attention_.store({step.group, step.layer, 0.0f, 0.0f}, slot, rows,
+        attention_.store({step.group, step.layer, 0.0f, 0.0f, step.group}, slot, rows,
                          row_of(step.k, row, scope), step.k.stride, row_of(step.v, row, scope),
                          step.v.stride, block(index));
         // What the group leaves over of the block may hold what another has had there.
@@ -1252,7 +1258,7 @@ void Runtime::run(const LogitsRegion &region, int64_t begin, int64_t end) {
 // Attention
 
 Job Runtime::job_of(const AttentionRegion &region, int64_t) const {
-    return attention_.job(region.layer.group);
+    return attention_.job(region.layer.plan);
 }
 
 void Runtime::run(const AttentionRegion &region, int thread, int64_t begin, int64_t end) {

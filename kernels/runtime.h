@@ -102,6 +102,7 @@ struct PrepareStep {
 struct AngleStep {
     int64_t rope;
     Value out;
+    int64_t ahead; // positions by which the token counts as a later one: 0 or 1
 };
 struct RopeStoreStep {
     Value q, k, v, angles;
@@ -113,6 +114,7 @@ struct RopeStoreStep {
 struct RotateStep {
     Value q, angles;
     int64_t rope;
+    int64_t heads;
     int64_t head_dim;
 };
 // Multiplies a row by 1 + beta * log(1 + floor(position / original)).
@@ -199,6 +201,7 @@ struct AttentionRegion {
     Value q, out;
     PagedAttention::Layer layer;
     int64_t sinks; // a vector of a score a head, or -1
+    int64_t heads; // of queries
 };
 struct RecurrentLayer {
     RecurrenceShape shape;

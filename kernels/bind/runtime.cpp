@@ -198,12 +198,14 @@ void bind_runtime(nb::module_ &m) {
     nb::class_<PrepareStep>(m, "PrepareStep")
         .def(nb::init<Value, int64_t, int64_t, Prepared, int64_t>(), "x"_a, "format"_a, "k"_a,
              "out"_a, "order"_a);
-    nb::class_<AngleStep>(m, "AngleStep").def(nb::init<int64_t, Value>(), "rope"_a, "out"_a);
+    nb::class_<AngleStep>(m, "AngleStep")
+        .def(nb::init<int64_t, Value, int64_t>(), "rope"_a, "out"_a, "ahead"_a);
     nb::class_<RopeStoreStep>(m, "RopeStoreStep")
         .def(nb::init<Value, Value, Value, Value, int64_t, int64_t, int64_t>(), "q"_a, "k"_a, "v"_a,
              "angles"_a, "rope"_a, "group"_a, "layer"_a);
     nb::class_<RotateStep>(m, "RotateStep")
-        .def(nb::init<Value, Value, int64_t, int64_t>(), "q"_a, "angles"_a, "rope"_a, "head_dim"_a);
+        .def(nb::init<Value, Value, int64_t, int64_t, int64_t>(), "q"_a, "angles"_a, "rope"_a,
+             "heads"_a, "head_dim"_a);
     nb::class_<ScaleByPositionStep>(m, "ScaleByPositionStep")
         .def(nb::init<Value, Value, int64_t, double, int64_t>(), "x"_a, "out"_a, "width"_a,
              "beta"_a, "original"_a);
@@ -240,8 +242,13 @@ void bind_runtime(nb::module_ &m) {
             },
             "parts"_a, "accumulate"_a);
     nb::class_<AttentionRegion>(m, "AttentionRegion")
-        .def(nb::init<Value, Value, int64_t, int64_t, float, float, int64_t>(), "q"_a, "out"_a,
-             "group"_a, "layer"_a, "scale"_a, "softcap"_a, "sinks"_a);
+        .def(
+            "__init__",
+            [](AttentionRegion *self, Value q, Value out, int64_t group, int64_t layer, float scale,
+               float softcap, int64_t sinks, int64_t heads) {
+                new (self) AttentionRegion{q, out, {group, layer, scale, softcap, 0}, sinks, heads};
+            },
+            "q"_a, "out"_a, "group"_a, "layer"_a, "scale"_a, "softcap"_a, "sinks"_a, "heads"_a);
     nb::class_<ShortConvShape>(m, "ShortConvShape").def(nb::init<>());
     nb::class_<DeltaShape>(m, "DeltaShape")
         .def(nb::init<int64_t, int64_t, int64_t, int64_t, bool>(), "key_heads"_a, "value_heads"_a,

@@ -31,7 +31,7 @@ from octavo.executor.native.executor import NativeExecutor
 from octavo.kv_cache.cache import peak_blocks
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import Checkpoint, WeightFormat
-from octavo.models.config import Experts
+from octavo.models.config import Experts, ModelConfig
 from octavo.models.families import program
 from octavo.sampling.native import NativeSampler
 from octavo.sampling.params import SamplingParams
@@ -44,7 +44,7 @@ from octavo.spec_decode.draft_checkpoint import DraftModel
 from octavo.spec_decode.draft_model import DraftModelDrafter
 from octavo.spec_decode.drafter import Draft, Drafter, ModelDrafter, Target
 from octavo.spec_decode.layer_skip import LayerSkipDrafter
-from octavo.spec_decode.mtp import MtpDrafter
+from octavo.spec_decode.mtp import AssistantDrafter, MtpDrafter, MtpModule
 from octavo.spec_decode.ngram import NgramDrafter
 from octavo.spec_decode.speculator import Speculator
 from octavo.spec_decode.suffix import SuffixDrafter
@@ -174,11 +174,27 @@ def some_layers(target: Target) -> ModelDrafter:
 
 
 def mtp_layer(target: Target) -> ModelDrafter:
-    return MtpDrafter(target, mtp.read(target.checkpoint, None, 1))
+    return MtpDrafter(target, mtp.read(target.checkpoint, None, None, 1))
 
 
 COMPUTING: dict[str, Callable[[Target], ModelDrafter]] = {"layer_skip": some_layers}
-OF_SOME_MODELS: dict[str, Callable[[Target], ModelDrafter]] = {"mtp": mtp_layer}
+
+
+def assistant(target: Target) -> ModelDrafter:
+    return AssistantDrafter(target, MtpModule(*tiny.assistant(target.checkpoint), own=False))
+
+
+OF_SOME_MODELS: dict[str, Callable[[Target], ModelDrafter]] = {
+    "mtp": mtp_layer,
+    "assistant": assistant,
+}
+
+
+def of_this(config: ModelConfig) -> str | None:
+    """The drafter of `OF_SOME_MODELS` that a model may have."""
+    if config.mtp_layers:
+        return "mtp"
+    return "assistant" if config.family == "gemma4" else None
 
 
 def fewer_layers(checkpoint: Checkpoint) -> Checkpoint:
@@ -314,6 +330,7 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         logits_slice=setting.logits_slice and min(setting.logits_slice, limits.logits_rows),
         threads=setting.threads,
         isa=setting.isa,
+        keep_hidden=setting.drafter == "assistant",
         all_hidden=own_mtp,
         state_log_rows=limits.state_log_rows,
     )
@@ -432,8 +449,8 @@ def check_case(
     setting = drawn_setting(rng, layout_of, longest)
     guess = random.Random(seed)
     drafters = None, *DRAFTERS, *COMPUTING, *DRAFT_MODELS
-    if checkpoint.config.mtp_layers:
-        drafters += (*OF_SOME_MODELS,) * len(drafters)
+    if (own := of_this(checkpoint.config)) is not None:
+        drafters += (own,) * len(drafters)
     setting = replace(
         setting,
         drafter=guess.choice(drafters),

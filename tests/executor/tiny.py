@@ -24,6 +24,7 @@ from octavo.models.config import (
     Rope,
     share_caches,
 )
+from octavo.models.gemma4 import assistant_program
 from octavo.models.program import Program, Shapes
 from octavo.models.recurrence_shape import DeltaShape, MambaShape, ShortConvShape
 
@@ -329,6 +330,20 @@ def checkpoint(
     )
     path, tokenizer = Path("tiny"), cast(Tokenizer, None)
     return Checkpoint(path, config, weights, tokenizer, None, mtp_weights=mtp)
+
+
+def assistant(target: Checkpoint) -> tuple[Program, dict[str, Weight]]:
+    """One of Gemma 4, with more query heads than its target has."""
+    kinds = dict.fromkeys(
+        replace(layer, experts=None, intermediate_size=None)
+        for layer in target.config.layers
+        if layer.shares is None
+    )
+    sizes = {"hidden_size": 48, "num_heads": 6, "per_layer_input": 0, "layers": (*kinds,)}
+    own = replace(target.config, **sizes)  # type: ignore[arg-type]
+    program = assistant_program(own, target.config)
+    shapes = {role: each for role, each in program.weights.items() if role not in target.weights}
+    return program, _weights(shapes, WeightFormat.F16, 1)
 
 
 def _weights(shapes: Shapes, format: WeightFormat, seed: int) -> dict[str, Weight]:

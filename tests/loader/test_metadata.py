@@ -26,6 +26,7 @@ from octavo.loader.base import CheckpointError
 from octavo.loader.gguf import GgufFile
 from octavo.loader.metadata import model_config
 from octavo.models.config import Activation, ModelConfig, Rope
+from oracle.tiny_folders import gguf_file
 
 
 def config(file: Gguf, tmp_path: Path) -> ModelConfig:
@@ -314,3 +315,17 @@ def test_gemma3_windows_refused(
 def test_unused_experts_are_no_experts(tmp_path: Path) -> None:
     file = tiny_llama().set("llama.expert_count", UINT32, 0)
     assert config(file, tmp_path).family == "llama"
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1.5])
+def test_a_width_is_an_integer(number: float, tmp_path: Path) -> None:
+    file = GgufFile(gguf_file("gemma4-e", "base", tmp_path / "model.gguf"))
+    file.metadata["gemma4.embedding_length_per_layer_input"] = number
+    with pytest.raises(CheckpointError, match="input is a float, not a int"):
+        model_config(file)
+
+
+def test_a_number_for_each_layer_of_a_key_that_is_off_is_refused(tmp_path: Path) -> None:
+    file = tiny_gemma3().set("gemma3.expert_used_count", ARRAY, UINT32, [0, 0])
+    with pytest.raises(CheckpointError, match="expert_used_count is not supported"):
+        config(file, tmp_path)

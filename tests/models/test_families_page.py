@@ -16,9 +16,10 @@ def row(family: Family) -> str:
     shared = ""
     if family.architecture and family.expert_size:
         shared = " with `expert_count`"
-    elif len(ARCHITECTURES[family.gguf]) > 1 and family.windows:
+    elif len(ARCHITECTURES.get(family.gguf, [])) > 1 and family.windows:
         shared = " with `attention.sliding_window`"
-    cells = (family.title, types, f"`{family.gguf}`{shared}", family.note)
+    gguf = f"`{family.gguf}`{shared}" if family.gguf else ""
+    cells = (family.title, types, gguf, family.note)
     return "| " + " | ".join(cells).rstrip() + " |\n"
 
 

@@ -245,9 +245,11 @@ def models() -> dict[str, Tiny]:
             gguf=False,
         ),
         "gpt_oss": gpt_oss(sizes),
+        "granite_swa": granite_swa(sizes),
         "granitehybrid": granitehybrid(sizes),
         "lfm2": lfm2(sizes),
         "lfm2moe": lfm2moe(sizes),
+        "lfm3": lfm3(sizes),
         "qwen3_5": qwen3_5(sizes),
         "qwen3_5_moe": qwen3_5_moe(sizes),
         "qwen3_next": qwen3_next(sizes),
@@ -619,6 +621,41 @@ def gemma4(sizes: dict[str, Any]) -> dict[str, Tiny]:
     }
 
 
+def granite_swa(sizes: dict[str, Any]) -> Tiny:
+    """Windows and sinks; a rotary base for each layer, or none."""
+    own = {"num_hidden_layers": 5, "sliding_window": 17}
+    own |= {"layer_rope_theta": [0, 1e4, 1e4, 500.0, 0]}
+    own |= {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+    own |= {"attention_multiplier": 0.2, "logits_scaling": 6.0}
+
+    def rope(section: dict[str, Any]) -> Case:
+        return Case({"rope_parameters": section})
+
+    ropes = rope_sections(4)
+    return Tiny(
+        transformers.GraniteSWAConfig(**sizes | own),
+        {
+            "one-base": Case(without=("layer_rope_theta",)),
+            "unrotated": Case({"layer_rope_theta": [0] * 5}),
+            "linear": rope(ropes["linear"]),
+            "llama3": rope(ropes["llama3"]),
+            "yarn": rope(ropes["yarn"]),
+            "types": Case({"layer_types": [SLIDING, FULL, FULL, SLIDING, SLIDING]}),
+            "no-types": Case(without=("layer_types",), same=True),
+            "all-windows": Case({"layer_types": [SLIDING] * 5}),
+            "no-windows": Case({"layer_types": [FULL] * 5}),
+            "wide-window": Case({"sliding_window": 300}),
+            "biases": Case({"attention_bias": True, "mlp_bias": True}),
+            "untied": Case({"tie_word_embeddings": False}),
+            "no-scales": Case(without=("embedding_multiplier", "logits_scaling")),
+            "no-kv-heads": Case({"num_key_value_heads": None}),
+            "odd": Case(ODD),
+        },
+        gguf=False,
+        around={"sinks": (0.0, 2.0)},
+    )
+
+
 def granitehybrid(sizes: dict[str, Any]) -> Tiny:
     """Mamba-2 layers and attention, in any order; experts beside a shared one, or dense."""
     mamba, full = "mamba", "attention"  # as published
@@ -779,6 +816,51 @@ def lfm2moe(sizes: dict[str, Any]) -> Tiny:
         # A bias moves some choices, and no rounding of a number does.
         around={"expert_bias": (0.0, 0.2)},
     )
+
+
+def lfm3(sizes: dict[str, Any]) -> Tiny:
+    """Convolutions, windows and attention, in any order."""
+    conv = "conv"
+    local = {"rope_type": "default", "rope_theta": 1e4}
+
+    def rope(values: dict[str, Any]) -> Case:
+        return Case({"rope_parameters": {FULL: {"rope_theta": 1e4} | values, SLIDING: local}})
+
+    def layers(*types: str, **values: Any) -> Case:
+        return Case({"num_hidden_layers": len(types), "layer_types": list(types)} | values)
+
+    return Tiny(
+        transformers.Lfm3Config(
+            **sizes | {"num_hidden_layers": 5}, head_dim=16, sliding_window=17,
+            layer_types=[conv, SLIDING, conv, FULL, conv],
+        ),
+        {
+            "defaults": Case(
+                {"num_hidden_layers": 6},
+                without=("layer_types", "rope_parameters", "conv_L_cache", "norm_eps"),
+            ),
+            "no-ropes": Case(without=("rope_parameters",), same=True),
+            "no-norms": Case({"use_sandwich_norm": False}),
+            "no-gates": Case({"use_attention_gate": False}),
+            "neither": Case({"use_sandwich_norm": False, "use_attention_gate": False}),
+            "default-rope": rope({"rope_type": "default"}),
+            "rotary-all": rope({"rope_type": "proportional", "partial_rotary_factor": 1.0}),
+            "rotary-some": rope({"rope_type": "proportional", "partial_rotary_factor": 0.3}),
+            "linear": rope(rope_sections(8)["linear"]),
+            "yarn": rope(rope_sections(8)["yarn"]),
+            "biases": Case({"attention_bias": True, "conv_bias": True}),
+            "wide-window": Case({"sliding_window": 300}),
+            "no-attention-to-all": layers(conv, SLIDING, conv, SLIDING),
+            "no-windows": layers(FULL, conv, conv, FULL, conv_L_cache=3),
+            "untied": Case({"tie_word_embeddings": False}),
+            "one-kv-head": Case({"num_key_value_heads": 1, "head_dim": 12}),
+            "odd": layers(
+                *(conv, FULL, SLIDING), hidden_size=40, num_attention_heads=6, head_dim=20,
+                num_key_value_heads=3, intermediate_size=36, norm_eps=1e-3,
+            ),
+        },
+        gguf=False,
+    )  # fmt: skip
 
 
 def qwen3_5(sizes: dict[str, Any]) -> Tiny:

@@ -33,9 +33,10 @@ class House:
         num_drafts: int = 4,
         kv_dtype: KvDtype = KvDtype.BF16,
         logits_slice: int | None = None,
+        keep_hidden: bool = False,
         mtp: bool = False,
     ) -> None:
-        """``mtp``: hidden rows are kept, and keys and values of the layer that takes them."""
+        """``mtp``: all hidden rows are kept, and keys and values of the layer that takes them."""
         config = checkpoint.config
         compute, layout = program(config), KvLayout.of(config, 16, kv_dtype, mtp=mtp)
         log_rows = 0 if layout.state is None else 96
@@ -59,6 +60,7 @@ class House:
             max_blocks_per_seq=self.kv.tables.shape[2],
             logits_slice=logits_slice,
             threads=1,
+            keep_hidden=keep_hidden,
             all_hidden=mtp,
             state_log_rows=log_rows,
         )

@@ -22,15 +22,17 @@ from octavo.loader.base import Checkpoint, CheckpointError, Weight, WeightFormat
 from octavo.models.families import mtp_program, program
 from octavo.models.program import Values
 from octavo.spec_decode import mtp
-from octavo.spec_decode.mtp import MtpDrafter
+from octavo.spec_decode.mtp import AssistantDrafter, MtpDrafter, MtpModule
+from oracle.assistant_folders import assistant_folder
 from oracle.mtp_folders import mtp_folder
+from oracle.tiny_folders import folder
 from spec_decode.house import House
 
 Float32 = npt.NDArray[np.float32]
 
 
 def house_of(checkpoint: Checkpoint, *, drafts: bool = True, **options: Any) -> House:
-    layer = mtp.read(checkpoint, None, 1)
+    layer = mtp.read(checkpoint, None, None, 1)
     drafter = partial(MtpDrafter, layer=layer) if drafts else None
     return House(checkpoint, drafter, mtp=True, **options)
 
@@ -93,25 +95,55 @@ def agreeing(family: str = "qwen35", **changes: Any) -> Checkpoint:
     return replace(checkpoint, weights=own, mtp_weights=lambda: quiet(read()))
 
 
+Outputs = dict[tuple[str, int], list[int]]
+
+
+def outputs(house: House) -> Outputs:
+    """Those of every kind of sequence."""
+    for index, length in enumerate((1, 15, 16, 17, 40, 90, 120, 3, 31, 32)):
+        temperature, n = (0.0, 0.8)[index % 2], (1, 1, 3)[index % 3]
+        house.add(length, max_tokens=40, temperature=temperature, n=n, presence_penalty=0.5)
+    return house.drain()
+
+
 def test_outputs_are_those_without() -> None:
-    """Right drafts and wrong ones, of every kind of sequence, in too few blocks."""
+    """Right drafts and wrong ones, in too few blocks."""
     checkpoint = agreeing()
-
-    def outputs(*, drafts: bool) -> tuple[dict[tuple[str, int], list[int]], House]:
-        house = house_of(checkpoint, drafts=drafts, num_blocks=90)
-        for index, length in enumerate((1, 15, 16, 17, 40, 90, 120, 3, 31, 32)):
-            temperature, n = (0.0, 0.8)[index % 2], (1, 1, 3)[index % 3]
-            house.add(length, max_tokens=40, temperature=temperature, n=n, presence_penalty=0.5)
-        return house.drain(), house
-
-    expected, _ = outputs(drafts=False)
-    got, house = outputs(drafts=True)
-    assert got == expected
+    house = house_of(checkpoint, num_blocks=90)
+    assert outputs(house) == outputs(house_of(checkpoint, drafts=False, num_blocks=90))
     stats = house.engine.stats()
     assert stats.preemptions > 0
     assert 0.05 * stats.draft_tokens < stats.accepted_tokens < stats.draft_tokens
     assert stats.drafter_failures == 0
     assert stats.drafting_seconds > 0
+
+
+def test_outputs_with_an_assistant_are_those_without() -> None:
+    checkpoint = tiny.checkpoint(tiny.gemma4("experts"), WeightFormat.F16)
+    module = MtpModule(*tiny.assistant(checkpoint), own=False)
+    drafter = partial(AssistantDrafter, assistant=module)
+    house = House(checkpoint, drafter, num_blocks=90, keep_hidden=True)
+    assert outputs(house) == outputs(House(checkpoint, None, num_blocks=90))
+    stats = house.engine.stats()
+    assert stats.preemptions > 0
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+    assert stats.drafter_failures == 0
+
+
+def test_an_assistant_waits_where_its_window_has_lost_a_block() -> None:
+    """The window of 20 that the last token saw: the next one needs a block less, once in 16."""
+    checkpoint = tiny.checkpoint(tiny.gemma4("keys"), WeightFormat.F16)
+    module = MtpModule(*tiny.assistant(checkpoint), own=False)
+    house = House(checkpoint, partial(AssistantDrafter, assistant=module), keep_hidden=True)
+    (seq,) = house.decode(40, steps=0, max_tokens=80, temperature=0.0)
+    lengths = []
+    for _ in range(48):
+        house.kv.reserve(seq.slot, 1)  # as the next step begins
+        (draft,) = house.drafter.propose([seq], [3])
+        lengths.append(len(draft.token_ids))
+        house.engine.step()
+    assert lengths.count(3) >= 44
+    assert lengths.count(0) == 48 - lengths.count(3) > 0
 
 
 def test_drafting_leaves_the_cache_as_it_was() -> None:
@@ -142,11 +174,11 @@ def test_sequences_that_begin_with_a_restored_prefix_are_drafted_for() -> None:
 
 def test_memory_is_as_planned(tmp_path: Path) -> None:
     """Weights, and blocks with keys and values of the layer, only where it drafts."""
-    folder = mtp_folder("qwen3_5", tmp_path / "model")
+    model = mtp_folder("qwen3_5", tmp_path / "model")
     config = EngineConfig(kv_cache_memory_bytes=1 << 20, max_num_seqs=2, threads=1)
     sizes = {}
     for method in (None, {"method": "mtp"}):
-        loaded = load_engine(folder, replace(config, speculative_config=method))
+        loaded = load_engine(model, replace(config, speculative_config=method))
         executor = loaded.engine.executor
         assert executor.weight_bytes == loaded.weight_bytes
         held = executor.export_blocks(np.arange(loaded.num_blocks, dtype=np.int32)).nbytes
@@ -158,6 +190,18 @@ def test_memory_is_as_planned(tmp_path: Path) -> None:
     assert 2 * sizes[True][1] == sizes[False][1]  # one layer with attention, and this one
 
 
+def test_memory_with_an_assistant_is_as_planned(tmp_path: Path) -> None:
+    target = folder("gemma4", tmp_path / "target")
+    own = {"method": "mtp", "model": str(assistant_folder("gemma4", tmp_path / "own"))}
+    config = EngineConfig(kv_cache_memory_bytes=1 << 20, max_num_seqs=2, threads=1)
+    plain = load_engine(target, config)
+    loaded = load_engine(target, replace(config, speculative_config=own))
+    assert loaded.engine.executor.weight_bytes == loaded.weight_bytes > plain.weight_bytes
+    assert loaded.kv_cache_bytes == plain.kv_cache_bytes  # it has none of its own
+    for each in (plain, loaded):
+        each.engine.close()
+
+
 def test_models_without_such_a_layer_are_refused(tmp_path: Path) -> None:
     llama = tiny.checkpoint(tiny.config())
     settings = EngineConfig(speculative_config={"method": "mtp"}, threads=1)
@@ -167,10 +211,10 @@ def test_models_without_such_a_layer_are_refused(tmp_path: Path) -> None:
     many = replace(many, config=replace(many.config, mtp_layers=3))
     with pytest.raises(SettingsError, match="qwen35 has 3 layers for multi-token prediction"):
         load_engine(many, settings)
-    folder = mtp_folder("qwen3_5", tmp_path / "half")
-    tensors = load_file(folder / "model.safetensors")
+    half = mtp_folder("qwen3_5", tmp_path / "half")
+    tensors = load_file(half / "model.safetensors")
     del tensors["mtp.fc.weight"]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors, half / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"half: has no tensor for layers\.3\.nextn\.eh_proj"):
-        load_engine(folder, settings)
-    load_engine(folder, EngineConfig(max_num_seqs=2, threads=1)).engine.close()
+        load_engine(half, settings)
+    load_engine(half, EngineConfig(max_num_seqs=2, threads=1)).engine.close()

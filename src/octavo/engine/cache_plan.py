@@ -44,17 +44,17 @@ def plan_cache(
     available: int,
     draft: DraftModel | None = None,
     heads: Heads | None = None,
-    mtp_layer: mtp.MtpLayer | None = None,
+    module: mtp.MtpModule | None = None,
 ) -> CachePlan:
     """Divide ``available`` bytes between weights, work space and blocks. The cache of a ``draft``
     model holds as many of the longest sequences as the model's, up to its own context length.
-    ``weight_bytes``: of the model, ``heads`` and ``mtp_layer``.
+    ``weight_bytes``: of the model, ``heads`` and ``module``.
 
     Raise `DoesNotFit` with the arithmetic.
     """
     model = compute.config
     draft_program = None if draft is None else draft.program
-    work = all_work_bytes(config, compute, draft_program, heads, mtp_layer)
+    work = all_work_bytes(config, compute, draft_program, heads, module)
     groups = len(layout.groups)
     if draft is not None:
         weight_bytes += draft.weight_bytes
@@ -141,10 +141,10 @@ def all_work_bytes(
     compute: Program,
     draft: Program | None = None,
     heads: Heads | None = None,
-    mtp_layer: mtp.MtpLayer | None = None,
+    module: mtp.MtpModule | None = None,
 ) -> int:
-    """Return the bytes that steps work in, and that drafting with a ``draft`` model, ``heads`` or
-    an ``mtp_layer`` needs in addition.
+    """Return the bytes that steps work in, and that drafting with a ``draft`` model, ``heads`` or a
+    ``module`` for multi-token prediction needs in addition.
     """
     vocab_size = compute.config.vocab_size
     rows = config.max_logits_rows(longest_draft(config, heads))
@@ -160,9 +160,9 @@ def all_work_bytes(
         work += medusa.work_bytes(
             heads, compute, config.max_num_batched_tokens, config.max_num_seqs, rows
         )
-    if mtp_layer is not None:
+    if module is not None:
         work += mtp.work_bytes(
-            mtp_layer, compute, config.max_num_batched_tokens, config.max_num_seqs
+            module, compute, config.max_num_batched_tokens, config.max_num_seqs, rows
         )
     if draft is not None:
         work += work_bytes(draft, config.max_num_batched_tokens, config.max_num_seqs)

@@ -182,10 +182,10 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
                 f"{heads.path} has {heads.num_heads} heads: each drafts one token"
             )
         weights |= medusa.head_weights(heads, checkpoint)
-    mtp_layer: mtp.MtpLayer | None = None
-    if speculation is not None and speculation.own_mtp:
-        mtp_layer = mtp.read(checkpoint, config.quantization, threads)
-        weights |= mtp_layer.weights
+    module: mtp.MtpModule | None = None
+    if speculation is not None and speculation.method == "mtp":
+        module = mtp.read(checkpoint, speculation.model, config.quantization, threads)
+        weights |= module.weights
     draft: DraftModel | None = None
     if speculation is not None and speculation.method == "draft_model":
         draft = draft_checkpoint.read(
@@ -204,7 +204,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     source = str(checkpoint.path)
     kind = executor_class(config.executor)
     held = kind.held_bytes(weights.values(), compute, source, config.isa)
-    plan = plan_cache(config, compute, layout, held, available_memory(), draft, heads, mtp_layer)
+    plan = plan_cache(config, compute, layout, held, available_memory(), draft, heads, module)
     compute = program(checkpoint.config, plan.max_model_len)
     limits = config.limits(plan.max_model_len, layout, longest_draft(config, heads))
     scheduler = Scheduler(limits, layout, plan.num_blocks)
@@ -219,8 +219,8 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         max_blocks_per_seq=scheduler.kv.tables.shape[2],
         threads=config.threads,
         isa=config.isa,
-        keep_hidden=keep_hidden or heads is not None,
-        all_hidden=mtp_layer is not None,
+        keep_hidden=keep_hidden or heads is not None or module is not None,
+        all_hidden=module is not None and module.own,
         digest=config.kv_offload_dir is not None,
         state_log_rows=limits.state_log_rows,
         rates=guessed(threads),
@@ -243,8 +243,9 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
                 drafter = medusa.MedusaDrafter(heads, target)
             elif draft is not None:
                 drafter = draft_model.DraftModelDrafter(target, draft, plan.draft_blocks)
-            elif mtp_layer is not None:
-                drafter = mtp.MtpDrafter(target, mtp_layer)
+            elif module is not None:
+                by = mtp.MtpDrafter if module.own else mtp.AssistantDrafter
+                drafter = by(target, module)
             else:
                 drafter = layer_skip.LayerSkipDrafter(target, speculation.layers or ())
     except BaseException:

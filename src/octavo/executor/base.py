@@ -347,6 +347,7 @@ def check_added(
     if twice := [role for role in weights if role in held]:
         raise ValueError(f"the weight {twice[0]} is loaded already")
     groups = {layer: group for group in layout.groups for layer in group.layers}
+    stores = any(isinstance(op, RopeAndStoreKv) for op in program.ops)
     for op in program.ops:
         match op:
             case PagedAttention() | RopeAndStoreKv():
@@ -361,7 +362,7 @@ def check_added(
                 continue
             case _:
                 continue
-        if not fits or program.config.num_heads != num_heads:
+        if not fits or (stores and program.config.num_heads != num_heads):
             raise ValueError("the program's attention has another shape than the cache")
 
 

@@ -13,8 +13,9 @@ from octavo.models.family import IntArray
 
 _SHOWN = 8  # most names an error lists
 ROUTER = "ffn_gate_inp"
-# Of the experts, the gate of the shared one, and those of a delta net: small, and never quantized.
-ROUTERS = (ROUTER, "ffn_gate_inp_shexp", "ssm_beta", "ssm_alpha")
+# Of the experts, the gate of the shared one, those of a delta net, and those of attention's heads:
+# small, and never quantized.
+ROUTERS = (ROUTER, "ffn_gate_inp_shexp", "ssm_beta", "ssm_alpha", "attn_head_gate")
 _HALVES = (WeightFormat.F16, WeightFormat.BF16)
 # Tensors that hold all experts of a layer, and what of an expert lies one after the other in them.
 STACKS = {

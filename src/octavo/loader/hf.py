@@ -106,9 +106,9 @@ def _bind(tensors: ModelTensors, config: ModelConfig) -> tuple[ModelConfig, dict
             folder.note("only the language model is loaded, not what sees pictures or hears")
         elif not (has_mtp and plain.startswith(_MTP)):
             names[name] = plain
-    weights = _by_role(tensors, names, program(config).weights, config)
+    weights = weights_by_role(tensors, names, program(config).weights, config)
     config = _tie(folder, config, weights, tensors.names)
-    return config, _bound(folder, weights, program(config).weights, config)
+    return config, bound_weights(folder, weights, program(config).weights, config)
 
 
 def _mtp_layers(tensors: ModelTensors, config: ModelConfig) -> int:
@@ -130,11 +130,11 @@ def _mtp_weights(tensors: ModelTensors, config: ModelConfig) -> dict[str, Weight
         for name in tensors.names
         if (plain := _plain(name)).startswith(_MTP)
     }
-    weights = _by_role(tensors, names, shapes, config)
-    return _bound(tensors.stored.folder, weights, shapes, config)
+    weights = weights_by_role(tensors, names, shapes, config)
+    return bound_weights(tensors.stored.folder, weights, shapes, config)
 
 
-def _by_role(
+def weights_by_role(
     tensors: ModelTensors, names: Mapping[str, str], shapes: Shapes, config: ModelConfig
 ) -> dict[str, Weight]:
     """``names`` are those of the tensors, and what they would be in a folder of a base model."""
@@ -153,7 +153,7 @@ def _by_role(
     return weights
 
 
-def _bound(
+def bound_weights(
     folder: HfFolder, weights: dict[str, Weight], shapes: Shapes, config: ModelConfig
 ) -> dict[str, Weight]:
     """Exactly the weights of those shapes, with the numbers that are meant."""

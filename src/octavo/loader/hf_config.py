@@ -60,16 +60,18 @@ REFUSED: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def model_config(folder: HfFolder) -> ModelConfig:
-    """The model's shape. Raises `CheckpointError` for what is wrong or unsupported."""
-    return _Reader(folder).config()
-
-
-def text_config(folder: HfFolder) -> dict[str, Any]:
-    """What config.json says of the language model, as if the model were nothing else. Raises
-    `CheckpointError`.
+def model_config(folder: HfFolder, values: dict[str, Any] | None = None) -> ModelConfig:
+    """The model's shape, by its config.json or by ``values`` in place of it. Raises
+    `CheckpointError` for what is wrong or unsupported.
     """
-    file = folder.json_if_any(CONFIG)
+    return _Reader(folder, folder.json(CONFIG) if values is None else values).config()
+
+
+def text_config(folder: HfFolder, values: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What config.json (or ``values``) says of the language model, as if the model were nothing
+    else. Raises `CheckpointError`.
+    """
+    file = folder.json_if_any(CONFIG) if values is None else values
     wrapper = HF_WRAPPERS.get(str(file.get("model_type")))
     if wrapper is None:
         return file
@@ -114,16 +116,15 @@ def default_of(folder: HfFolder, key: str) -> Any:
 
 
 class _Reader:
-    def __init__(self, folder: HfFolder) -> None:
+    def __init__(self, folder: HfFolder, whole: dict[str, Any]) -> None:
         self.folder = folder
         self.within = ""  # the object of the file that is read
-        whole = folder.json(CONFIG)
         model_type = Section(self.fail, whole).text("model_type")
         wrapper = HF_WRAPPERS.get(model_type)
         if model_type not in HF_TYPES and wrapper is None:
             supported = ", ".join((*HF_TYPES, *HF_WRAPPERS))
             self.fail(refusal("model_type", model_type, supported))
-        file = text_config(folder)
+        file = text_config(folder, whole)
         self.family, named = HF_TYPES[file["model_type"]]
         self.kind = kind_of(file)
         architectures = whole.get("architectures")
@@ -192,6 +193,7 @@ class _Reader:
         if self.family.embedding_root:
             values["embedding_scale"] = sqrt(self.hidden)
         values |= {key.field: self.number(key) for key in self.family.keys if key.hf}
+        values |= {name: self.section.flag(key) for name, key in self.family.switches.items()}
         for value, key, _, otherwise in self.family.fixed:
             if key and self.section.flag(key) is not value:
                 self.fail(f"{key} {self.values[key]!r} {otherwise}is not supported")
@@ -244,7 +246,18 @@ class _Reader:
                 types, self.rotated(types), self.experts(), strict=True
             )
         ]
+        if self.has("layer_rope_theta") and self.values["layer_rope_theta"] is not None:
+            layers = self.with_bases(layers, ropes)
         return self.sharing(layers) if self.has("num_kv_shared_layers") else tuple(layers)
+
+    def with_bases(self, layers: list[Layer], ropes: dict[str, Any]) -> list[Layer]:
+        """Return the layers with rotary bases of their own, or none where that is 0."""
+        bases = self.section.reals("layer_rope_theta", len(layers))
+        own = {
+            base: self.rope(ropes | {"rope_theta": base}, self.head_dim) if base else UNROTATED
+            for base in bases
+        }
+        return [replace(layer, rope=own[base]) for layer, base in zip(layers, bases, strict=True)]
 
     def rotated(self, types: list[str]) -> list[bool]:
         """Which layers have rotary positions."""

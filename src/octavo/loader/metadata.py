@@ -26,7 +26,7 @@ from octavo.models.config import (
     share_caches,
 )
 from octavo.models.families import ARCHITECTURES
-from octavo.models.family import Family, Windows
+from octavo.models.family import COUNT, Family, Key, Windows
 from octavo.models.refused import refusal
 from octavo.models.rope import yarn_factors, yarn_magnitude
 
@@ -85,10 +85,7 @@ class _Reader:
         if self.positive("vocab_size", vocab) != vocab:
             self.fail("vocab_size", f"differs from the embedding's {vocab} rows")
         self.context = self.positive("context_length")
-        values: dict[str, Any] = {
-            key.field: key.form.read(self.real(key.gguf, key.default))
-            for key in self.family.gguf_keys
-        }
+        values: dict[str, Any] = {key.field: self.number(key) for key in self.family.gguf_keys}
         if self.family.embedding_root:
             values["embedding_scale"] = sqrt(hidden)
         large = num_layers == self.family.hidden_scale_layers
@@ -457,6 +454,11 @@ class _Reader:
             return self.file.get(self.prefix + key, float)
         return self.file.get(self.prefix + key, float, default)
 
+    def number(self, key: Key) -> float:
+        if key.form is COUNT:
+            return self.positive(key.gguf, int(key.default), least=0)
+        return key.form.read(self.real(key.gguf, key.default))
+
     def text(self, key: str, default: str) -> str:
         self.used.add(key)
         return self.file.get(self.prefix + key, str, default)
@@ -476,7 +478,7 @@ class _Reader:
             key = full.removeprefix(self.prefix)
             if key == full or key in self.used or key in harmless:
                 continue
-            if key in off and value == 0:
+            if key in off and not isinstance(value, np.ndarray) and value == 0:
                 continue
             if key.startswith(("ssm.", "shortconv.")) and not self.recurrent:  # of no layer
                 continue

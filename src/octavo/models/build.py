@@ -69,9 +69,9 @@ class Builder:
             yield layer
         self._prefix, self._layer = "", None
 
-    def enter(self, index: int, layer: Layer) -> None:
-        """Make a layer the current one."""
-        self.index, self._prefix, self._layer = index, f"layers.{index}.", layer
+    def enter(self, index: int, layer: Layer, within: str = "") -> None:
+        """Make a layer the current one; its roles begin with ``within``."""
+        self.index, self._prefix, self._layer = index, f"{within}layers.{index}.", layer
 
     def role(self, name: str) -> str:
         """Return the role of a weight: of the current layer, or of none."""
@@ -121,9 +121,10 @@ class Builder:
         if layer.shares is None:
             self.norm("k", "attn_k_norm", "k", group)
 
-    def attend(self, layer: Layer, out: str = "h", gate: str | None = None) -> None:
-        """Write down attention, from q, k and v to ``out``. ``gate`` is a value as wide as q, whose
-        sigmoid its result is multiplied by.
+    def attend(self, layer: Layer, out: str = "h", gate: str | None = None, ahead: int = 0) -> None:
+        """Write down attention, from q, k and v to ``out``. ``gate`` is a value as wide as q, or
+        with a number a head, whose sigmoid its result is multiplied by. ``ahead``: of queries on
+        another layer's keys.
         """
         c, (kv_heads, head_dim) = self.config, self.config.heads_of(layer)
         q, k, v, attn = map(self.value, ("q", "k", "v", "attn"))
@@ -132,7 +133,7 @@ class Builder:
             self.append(RopeAndStoreKv(q, k, v, source, kv_heads, head_dim, layer.rope))
         else:
             source = layer.shares
-            self.append(RotateQueries(q, head_dim, layer.rope))
+            self.append(RotateQueries(q, head_dim, layer.rope, ahead))
         if c.temperature is not None:
             self.append(ScaleByPosition(q, q, c.temperature.beta, c.temperature.original))
         scale, softcap = c.attention_scale, c.attention_softcap
@@ -140,7 +141,9 @@ class Builder:
         self.append(
             PagedAttention(q, attn, source, kv_heads, head_dim, scale, layer.window, softcap, sinks)
         )
-        if gate is not None:
+        if gate is not None and self.widths[gate] == c.num_heads:
+            self.append(GateRow(attn, gate, attn, head_dim))
+        elif gate is not None:
             self.append(GatedActivation(gate, attn, attn, Activation.SIGMOID))
         self.linear("attn", "attn_output", out)
 
@@ -219,10 +222,14 @@ class Builder:
         self.append(Add("x", h, "x"))
 
     def head(self, norm: str = "output_norm") -> Program:
-        """Write down the last norm and the logits, and return all that is written."""
+        """Write down the last norm and the logits, and return the Program."""
         c = self.config
         self.norm("x", norm, "x", scale=c.logits_scale)
         self.append(Logits("x", c.head, c.logits_softcap))
+        return self.program()
+
+    def program(self) -> Program:
+        """Return all that is written."""
         used = {name for op in self.ops for name in (*op.reads, *op.writes)}
         widths = {name: width for name, width in self.widths.items() if name in used}
-        return Program(c, tuple(self.ops), widths, self.weights)
+        return Program(self.config, tuple(self.ops), widths, self.weights)

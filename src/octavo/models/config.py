@@ -171,6 +171,8 @@ class ModelConfig:
     per_layer_input: int = 0  # elements that each layer gets of a token's embedding; 0: none
     biases: frozenset[str] = frozenset()  # projections of every layer with a bias: "attn_q", …
     mtp_layers: int = 0  # layers for multi-token prediction behind the model's own: `mtp_layer`
+    sandwich_norms: bool = False  # behind each half of a layer, too
+    head_gates: bool = False  # on what each head of attention finds
     sinks: bool = False  # of attention: a score a head, to which no value belongs
     swiglu_alpha: float = 1.702  # of `Activation.SWIGLU_CLAMPED`
     swiglu_limit: float = 7.0

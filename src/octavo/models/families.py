@@ -30,7 +30,8 @@ HF_WRAPPERS: dict[str, HfWrapper] = {
 # By GGUF's architecture: dense, with experts, or either, as the file has it.
 ARCHITECTURES: dict[str, list[Family]] = {}
 for _family in FAMILIES.values():
-    ARCHITECTURES.setdefault(_family.gguf, []).append(_family)
+    if _family.gguf:
+        ARCHITECTURES.setdefault(_family.gguf, []).append(_family)
 
 
 def program(config: ModelConfig, max_model_len: int | None = None) -> Program:

@@ -189,6 +189,7 @@ class Family:
     eps: Key = RMS_EPS
     keys: tuple[Key, ...] = ()  # numbers that not all families have
     fixed: tuple[Fixed, ...] = ()
+    switches: Mapping[str, str] = field(default_factory=dict)  # config.json's keys, by field
     recurrent: RecurrentLayers | None = None
     embedding_root: bool = False  # embeddings are multiplied by the root of hidden_size
     attention_scale: float | None = None  # None: 1/sqrt(head_dim), unless a key says otherwise
@@ -222,7 +223,7 @@ class Family:
     written: Mapping[str, Any] = field(default_factory=dict)  # keys of no consequence
 
     # GGUF
-    architecture: str = ""  # if it is not called as here
+    architecture: str | None = ""  # if it is not called as here; None: GGUF has none
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # of roles with another name there
     activation: Activation = Activation.SILU
     interleaved: bool = False  # q and k are permuted so that neighbours are rotated together
@@ -241,8 +242,8 @@ class Family:
 
     @property
     def gguf(self) -> str:
-        """The architecture."""
-        return self.architecture or self.name
+        """The architecture; "": there is none."""
+        return self.name if self.architecture == "" else self.architecture or ""
 
     @property
     def gguf_keys(self) -> tuple[Key, ...]:

@@ -13,6 +13,7 @@ head, without a weight. By size:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import sqrt
 from typing import Any
 
@@ -30,8 +31,22 @@ from octavo.models.hf_type import (
     Rule,
     layer_types,
 )
-from octavo.models.program import Add, Embed, GatedActivation, Program, RmsNorm, Scale, Slice
+from octavo.models.program import (
+    Add,
+    Concat,
+    Embed,
+    GatedActivation,
+    Input,
+    Linear,
+    Logits,
+    Program,
+    RmsNorm,
+    Scale,
+    Slice,
+)
 from octavo.models.section import Section
+
+ASSISTANT = "assistant."  # what the roles of an assistant's weights begin with
 
 
 def program(c: ModelConfig) -> Program:
@@ -40,16 +55,7 @@ def program(c: ModelConfig) -> Program:
     if c.per_layer_input:
         _per_layer_inputs(b)
     for index, layer in enumerate(b.layers()):
-        b.norm("x", "attn_norm", "h")
-        b.project_qkv("h", layer)
-        if layer.shares is None:  # values are of keys that have no norm yet
-            values, head_dim = b.value("v"), c.heads_of(layer)[1]
-            source = b.value("k") if layer.keys_as_values else values
-            b.append(RmsNorm(source, None, values, b.eps, head_dim))
-        b.norm_qk(layer, by_head=True)
-        b.attend(layer)
-        b.norm("h", "post_attention_norm", "h")
-        b.add()
+        _attention(b, layer)
         b.norm("x", "ffn_norm", "h")
         b.feed_forward("h")
         if layer.experts is not None:
@@ -60,6 +66,71 @@ def program(c: ModelConfig) -> Program:
             _add_layer_input(b, index)
         b.append(Scale("x", b.role("layer_output_scale"), "x"))
     return b.head()
+
+
+def assistant_program(c: ModelConfig, target: ModelConfig) -> Program:
+    """Return the Program of an assistant: a small model for multi-token prediction, which reads the
+    keys and values of its target.
+
+    It makes logits, and a row to go on from, of a token's embedding in the target and of the hidden
+    row that the token was drawn from. The token's position is the first that the cache does not
+    have; that of the tokens guessed is the same. Raises `ValueError` where the two do not fit
+    together.
+    """
+    b, within = Builder(c), ASSISTANT
+    b.widths |= dict.fromkeys(("token", "hidden"), target.hidden_size)
+    b.widths["both"] = 2 * target.hidden_size
+    b.append(Input("hidden"))
+    b.append(Embed("token_embd", "token", target.embedding_scale))
+    b.append(Concat("token", "hidden", "both"))
+    b.append(Linear("both", f"{within}nextn.pre_projection", "x"))
+    for index, layer in enumerate(c.layers):
+        b.enter(index, layer, within)
+        _attention(b, replace(layer, shares=_owner(layer, c, target)), ahead=1)
+        b.norm("x", "ffn_norm", "h")
+        b.feed_forward("h")
+        b.norm("h", "post_ffw_norm", "h")
+        b.add()
+        b.append(Scale("x", b.role("layer_output_scale"), "x"))
+    b.append(RmsNorm("x", f"{within}output_norm", "x", b.eps))
+    b.append(Linear("x", f"{within}nextn.post_projection", "hidden"))
+    b.append(Logits("x", f"{within}token_embd", hidden="hidden"))
+    return b.program()
+
+
+def _owner(layer: Layer, c: ModelConfig, target: ModelConfig) -> int:
+    """Return the target's layer whose keys and values an assistant's layer reads: the last one that
+    has any and sees as much.
+    """
+    own_caches = (
+        index
+        for index, other in enumerate(target.layers)
+        if other.shares is None and (other.window is None) == (layer.window is None)
+    )
+    index = max(own_caches, default=-1)
+    if index < 0:
+        raise ValueError("the model has no layer that sees as much as one of the assistant's")
+    other = target.layers[index]
+    own = layer.window, layer.rope, c.heads_of(layer)
+    if own != (other.window, other.rope, target.heads_of(other)):
+        raise ValueError(
+            f"the assistant's window, rotary positions, KV heads or widths are not those of the "
+            f"model's layer {index}, whose keys it is to read"
+        )
+    return index
+
+
+def _attention(b: Builder, layer: Layer, ahead: int = 0) -> None:
+    b.norm("x", "attn_norm", "h")
+    b.project_qkv("h", layer)
+    if layer.shares is None:  # values are of keys that have no norm yet
+        values, head_dim = b.value("v"), b.config.heads_of(layer)[1]
+        source = b.value("k") if layer.keys_as_values else values
+        b.append(RmsNorm(source, None, values, b.eps, head_dim))
+    b.norm_qk(layer, by_head=True)
+    b.attend(layer, ahead=ahead)
+    b.norm("h", "post_attention_norm", "h")
+    b.add()
 
 
 def _per_layer_inputs(b: Builder) -> None:
@@ -225,6 +296,8 @@ FAMILY = Family(
         "inp_gate": "per_layer_input_gate",
         "proj": "per_layer_projection",
         "post_norm": "post_per_layer_input_norm",
+        "nextn.pre_projection": "pre_projection",
+        "nextn.post_projection": "post_projection",
     },
     bare={
         "ffn_gate_inp.scale": "router.scale",

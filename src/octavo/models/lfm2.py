@@ -27,11 +27,18 @@ def program(c: ModelConfig) -> Program:
             short_convolution(b, layer.recurrence)
         else:
             b.project_qkv("h", layer)
+            if c.head_gates:
+                b.widths["head_gate"] = c.num_heads
+                b.linear("h", "attn_head_gate", "head_gate")
             b.norm_qk(layer, by_head=True)
-            b.attend(layer)
+            b.attend(layer, gate="head_gate" if c.head_gates else None)
+        if c.sandwich_norms:
+            b.norm("h", "post_attention_norm", "h")
         b.add()
         b.norm("x", "ffn_norm", "h")
         b.feed_forward("h", layer.experts)
+        if c.sandwich_norms:
+            b.norm("h", "post_ffw_norm", "h")
         b.add()
     return b.head()
 

@@ -494,13 +494,21 @@ class Linear(Op):
 
 @dataclass(frozen=True, slots=True)
 class Logits(Op):
-    """logits = softcap(x[rows that want logits] @ weight.T); the last op of a Program."""
+    """logits = softcap(x[rows that want logits] @ weight.T); the last op of a Program.
+
+    ``hidden`` is what is put by where hidden rows are kept: x, if not given.
+    """
 
     WRITES = ()
 
     x: str
     weight: str
     softcap: float = 0.0
+    hidden: str | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.x,) if self.hidden is None else (self.x, self.hidden)
 
     def weight_shapes(self, widths: Mapping[str, int], config: ModelConfig) -> Shapes:
         return {self.weight: (config.vocab_size, widths[self.x])}
@@ -556,7 +564,9 @@ class RopeAndStoreKv(Op):
 
 @dataclass(frozen=True, slots=True)
 class RotateQueries(Op):
-    """Rotate q in place by position, in a layer that reads another layer's keys and values."""
+    """Rotate q in place by position, in a layer that reads another layer's keys and values; as if
+    the tokens were so many positions ``ahead``, 0 or 1.
+    """
 
     READS = ("q",)
     WRITES = ("q",)
@@ -564,12 +574,14 @@ class RotateQueries(Op):
     q: str
     head_dim: int
     rope: Rope
+    ahead: int = 0
 
     def work(self, program: Program) -> Work:
         return Work(6 * program.widths[self.q])
 
     def compute(self, at: Evaluation) -> None:
-        at.values[self.q] = rotate(at.values[self.q], self.head_dim, self.rope, at.kv)
+        q = at.values[self.q]
+        at.values[self.q] = rotate(q, self.head_dim, self.rope, at.kv, self.ahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -593,10 +605,10 @@ class ScaleByPosition(Op):
         at.values[self.out] = x * factors[:, np.newaxis]
 
 
-def rotate(x: Float32, head_dim: int, rope: Rope, kv: KeyValues) -> Float32:
-    """Return every head rotated to its token's position; angles are in float64."""
+def rotate(x: Float32, head_dim: int, rope: Rope, kv: KeyValues, ahead: int = 0) -> Float32:
+    """Return every head rotated to its token's position, or one ahead; angles are in float64."""
     heads = x.reshape(*x.shape[:2], -1, head_dim).copy()
-    angles = kv.positions(x.shape[1])[:, None, None] * rope.frequencies
+    angles = (kv.positions(x.shape[1]) + ahead)[:, None, None] * rope.frequencies
     cosine = (rope.magnitude * np.cos(angles)).astype(np.float32, copy=False)
     sine = (rope.magnitude * np.sin(angles)).astype(np.float32, copy=False)
     half = rope.dim // 2

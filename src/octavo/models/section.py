@@ -41,13 +41,13 @@ class Section:
         if type(value) is int and value >= 1 << 31:
             self.fail(f"{key} is above {(1 << 31) - 1}")
         if type(value) is not int or value < least:
-            self.fail(f"{key} is {value!r}, not an integer from {least}")
+            self.fail(f"{key} is {value!r:.80}, not an integer from {least}")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
         if type(value) not in (int, float) or abs(value) > 1e38 or not isfinite(value):
-            self.fail(f"{key} is {value!r}, not a number")
+            self.fail(f"{key} is {value!r:.80}, not a number")
         return float(value)
 
     def positive(self, key: str) -> float:
@@ -65,13 +65,13 @@ class Section:
     def flag(self, key: str, default: bool | None = None) -> bool:
         value = self.get(key, default)
         if type(value) is not bool:
-            self.fail(f"{key} is {value!r}, not a boolean")
+            self.fail(f"{key} is {value!r:.80}, not a boolean")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self.get(key, default)
         if not isinstance(value, str):
-            self.fail(f"{key} is {value!r}, not a string")
+            self.fail(f"{key} is {value!r:.80}, not a string")
         return value
 
     def reals(self, key: str, length: int) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 from octavo.executor.base import Float32
 from octavo.kv_cache.cache import NO_COPIES
 from octavo.loader.base import Weight
-from octavo.models.program import Input, Program
+from octavo.models.program import Input, Program, RopeAndStoreKv
 from octavo.models.recurrence import Recurrence
 from octavo.scheduler.sequence import Sequence as Seq
 from octavo.spec_decode.drafter import NO_DRAFT, Draft, ModelDrafter, Target
@@ -21,7 +21,8 @@ class CacheDrafter(ModelDrafter):
 
     A pass reads what was written for its layers, and writes behind it, where the target will write
     when it verifies the draft. The places are reserved only while drafting, and so are pages for
-    states of recurrent layers. A program that takes rows goes on from those that it puts by.
+    states of recurrent layers. A program that writes nothing stays at the last token that the cache
+    has. One that takes rows goes on from those that it puts by.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class CacheDrafter(ModelDrafter):
         self._takes_rows = any(isinstance(op, Input) for op in program.ops)
         self._program = target.executor.add_program(program, weights, keep_hidden=self._takes_rows)
         self._kv = target.scheduler.kv
+        self._writes = any(isinstance(op, RopeAndStoreKv) for op in program.ops)
         recurrent = any(isinstance(op, Recurrence) for op in program.ops)
         self._state = self._kv.state if recurrent else None
         self._sampler = target.sampler
@@ -56,8 +58,9 @@ class CacheDrafter(ModelDrafter):
                 row = self.row_of(seq)
                 if self._takes_rows and row is None:
                     continue
-                held[seq.slot] = int(kv.num_blocks[seq.slot])
-                kv.reserve(seq.slot, most)
+                if self._writes:
+                    held[seq.slot] = int(kv.num_blocks[seq.slot])
+                    kv.reserve(seq.slot, most)
                 if state is not None and not state.lend(seq.slot):
                     continue
                 drafts[seq] = PartialDraft(seq, most, probabilities=self._rejection, row=row)
@@ -69,7 +72,8 @@ class CacheDrafter(ModelDrafter):
                 copies = kv.take_copies()
             while going:
                 slots = np.array([draft.seq.slot for draft in going], np.int32)
-                batch = next_batch(going, slots, passes, kv, copies, state)
+                written = passes if self._writes else -1
+                batch = next_batch(going, slots, written, kv, copies, state)
                 rows = [draft.row for draft in going if draft.row is not None]
                 given = np.stack(rows) if rows else None
                 result = self._executor.execute(batch, self._program, given)

@@ -52,8 +52,8 @@ class SpeculativeConfig:
     acceptance_method: str = "replay"  # or "rejection"
     # Pins the length of drafts; None: what pays most.
     num_speculative_tokens: int | None = _number(1, 64)
-    # draft_model: name, path or hub id; medusa: the folder of the heads
-    model: str | None = _of("draft_model", "medusa")
+    # draft_model: name, path or hub id; medusa: the folder of the heads; mtp: that of an assistant
+    model: str | None = _of("draft_model", "medusa", "mtp")
     # Tokens of an n-gram; None: 4, or prompt_lookup_min
     prompt_lookup_max: int | None = _number(1, 15, "ngram")
     prompt_lookup_min: int | None = _number(1, 15, "ngram")  # None: 2, or prompt_lookup_max
@@ -87,6 +87,12 @@ class SpeculativeConfig:
                 low, high = range
                 if not _is_int(value) or not low <= value <= high:
                     _fail(f"{name} is {value!r}; it must be an integer from {low} to {high}")
+        if (
+            method == "mtp"
+            and self.model is not None
+            and not (isinstance(self.model, str) and self.model)
+        ):
+            _fail(f"model is {self.model!r}, not the folder of an assistant")
         if method in _NEEDED_MODEL and not (isinstance(self.model, str) and self.model):
             _fail(f"model is {self.model!r}; method {method!r} needs {_NEEDED_MODEL[method]}")
         if self.lookup is not None and not isinstance(self.lookup, bool):
@@ -184,7 +190,7 @@ class SpeculativeConfig:
     @property
     def own_mtp(self) -> bool:
         """Return whether the model's own layer for multi-token prediction drafts."""
-        return self.method == "mtp"
+        return self.method == "mtp" and self.model is None
 
     @property
     def computes(self) -> bool:

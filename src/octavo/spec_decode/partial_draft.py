@@ -107,7 +107,8 @@ def next_batch(
     state: StateCache | None,
 ) -> Batch:
     """Return a pass over the last token of each draft. ``written``: tokens that the passes before
-    wrote behind those of ``kv``. ``state``: has states on loan for the pass's recurrent layers.
+    wrote behind those of ``kv``; -1: the pass is at the last of these. ``state``: has states on
+    loan for the pass's recurrent layers.
     """
     count = np.arange(len(drafts) + 1, dtype=np.int32)
     return Batch(

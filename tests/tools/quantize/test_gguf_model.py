@@ -38,6 +38,8 @@ TOKENIZERS = FAMILIES.parent / "tokenizers"
 # What GGUF has no keys for, and says so.
 INTERLEAVED = "its interleaved matrices are not written there yet"
 REFUSED = {
+    "granite_swa": "there is no architecture of it",
+    "lfm3": "there is no architecture of it",
     "gpt_oss": "the rotary positions of layer 0 would differ",
     "mistral": "the window of layer 0 would differ",
     "qwen3_5": INTERLEAVED,

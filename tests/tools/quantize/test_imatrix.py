@@ -240,6 +240,11 @@ def gguf(path: Path, tensors: dict[str, np.ndarray], kind: str = "imatrix") -> P
     [
         ({"a.in_sum2": np.ones((1, 4))}, "imatrix", r"a\.in_sum2 has no a\.counts beside it"),
         (
+            {"a.in_sum2": np.ones((1, 4)), "a.counts": np.full((1, 1), 1e-40)},
+            "imatrix",
+            r"a\.counts holds counts that are not whole",
+        ),
+        (
             {"a.in_sum2": np.ones((2, 4)), "a.counts": np.ones((3, 1))},
             "imatrix",
             "a has 2 rows of sums and 3 counts",

@@ -11,6 +11,7 @@ from octavo.cli import app
 from octavo.loader import load
 from octavo.tools.quantize.imatrix import read_imatrix
 from paths import ORACLE
+from tools.quantize.quantizing import random_folder
 
 K = ORACLE / "tiny-llama-k.gguf"
 
@@ -58,3 +59,12 @@ def test_a_model_is_no_importance_matrix(tmp_path: Path) -> None:
     result = command("quantize", K, *words)
     assert result.exit_code == 1
     assert "no importance matrix" in str(result.exception)
+
+
+@pytest.mark.parametrize("options", [["--mix", "Q4_K_M"], ["--method", "rtn"]])
+def test_layers_with_convolutions_are_forecast(options: list[str], tmp_path: Path) -> None:
+    model, out = random_folder("lfm2", tmp_path / "m"), tmp_path / "o.gguf"
+    result = command("quantize", model, *options, "-o", out, "--dry-run", "--json")
+    assert result.exit_code == 0, result.output
+    parts = json.loads(result.stdout)["parts"]
+    assert 0 < parts["all"]["bytes"] < parts["all"]["source_bytes"]

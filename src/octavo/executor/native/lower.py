@@ -192,7 +192,7 @@ class _Lowering:
         self.views: dict[int, View] = {}
         self.prepared: list[tuple[int, WeightFormat, int, Buffer]] = []
         self.spread: list[tuple[int, WeightFormat, tuple[int, ...], Buffer]] = []
-        self.angles: dict[Rope, View] = {}
+        self.angles: dict[tuple[Rope, int], View] = {}
         self.buffers: list[Buffer] = []
         self.regions: list[Region] = []
         self.selected = False
@@ -389,7 +389,7 @@ class _Lowering:
         return 1
 
     def _rope(self, i: int, op: model.RopeAndStoreKv) -> int:
-        angles = self._angles(op.rope)
+        angles = self._angles(op.rope, 0)
         q, k, v = (self.views[value] for value in self.uses[i].reads)
         args = q, k, v, angles, op.rope, Place(op.layer)
         self._step("rope", _native.RopeStoreStep, *args, op=i)
@@ -397,8 +397,9 @@ class _Lowering:
         return 1
 
     def _rotate(self, i: int, op: model.RotateQueries) -> int:
-        q, angles = self._read(i), self._angles(op.rope)
-        self._step("rope", _native.RotateStep, q, angles, op.rope, op.head_dim, op=i)
+        q, angles = self._read(i), self._angles(op.rope, op.ahead)
+        heads = q.width // op.head_dim
+        self._step("rope", _native.RotateStep, q, angles, op.rope, heads, op.head_dim, op=i)
         self.views[self.uses[i].writes[0]] = q
         return 1
 
@@ -409,17 +410,18 @@ class _Lowering:
         self._step("scale", _native.ScaleByPositionStep, *args, op=i)
         return 1
 
-    def _angles(self, rope: Rope) -> View:
+    def _angles(self, rope: Rope, ahead: int) -> View:
         """Return the rows of a rotation's cosines and sines, in the region of rows that is last."""
         self._rows()
-        if rope not in self.angles:
-            self.angles[rope] = self._new_view(2 * rope.dim)
-            self._step("angles", _native.AngleStep, rope, self.angles[rope])
-        return self.angles[rope]
+        if (rope, ahead) not in self.angles:
+            view = self.angles[rope, ahead] = self._new_view(2 * rope.dim)
+            self._step("angles", _native.AngleStep, rope, view, ahead)
+        return self.angles[rope, ahead]
 
     def _attention(self, i: int, op: model.PagedAttention) -> int:
         sinks = -1 if op.sinks is None else WeightRef(op.sinks)
-        args = self._read(i), self._new_after_rows(i), Place(op.layer), op.scale, op.softcap, sinks
+        q, out, heads = self._read(i), self._new_after_rows(i), self._read(i).width // op.head_dim
+        args = q, out, Place(op.layer), op.scale, op.softcap, sinks, heads
         name = "attention" if op.window is None else "attention (window)"
         self._region(name, (i,), _native.AttentionRegion, *args)
         return 1
@@ -455,7 +457,8 @@ class _Lowering:
     def _logits(self, i: int, op: model.Logits) -> int:
         if self.keep_hidden:
             self._rows()
-            self._step("keep", _native.KeepStep, self._read(i), self._read(i).width)
+            kept = self.views[self.uses[i].reads[-1]]
+            self._step("keep", _native.KeepStep, kept, kept.width)
         if not self.selected:
             self._select(i)
         buffer = self._prepare(self.uses[i].reads[0], op.weight)

@@ -166,16 +166,16 @@ class ReferenceExecutor(Executor):
         config, tokens = compute.config, batch.token_ids[None]
         evaluate.run(ops, config, self._weights, values, tokens, kv)
         kv.store_states()
-        (x,) = head.reads
-        hidden: Float32 = values[x][0, batch.logits_rows]
+        x, hidden = (values[value][0] for value in (head.reads[0], head.reads[-1]))
+        wanted: Float32 = x[batch.logits_rows]
 
         def logits_from(row: int) -> Float32:
-            some = {x: hidden[row : row + self._slice]}
+            some = {head.reads[0]: wanted[row : row + self._slice]}
             evaluate.run([head], config, self._weights, some)
             return some["logits"]
 
         logits = logits_from(0)
-        kept = values[x][0] if self._all_hidden and program == 0 else hidden
+        kept = hidden if self._all_hidden and program == 0 else hidden[batch.logits_rows]
         took = time.perf_counter() - start
         return StepResult(logits, took, logits_from, kept if keep_hidden else None)
 

@@ -106,8 +106,8 @@ def _rounded(recipe: Recipe, role: str, values: Float32) -> Float32:
 
 
 def _sample(weight: Weight) -> Float32:
-    """Rows from all of a matrix."""
-    if len(weight.shape) == 1:
+    """Rows from all of a matrix, or everything of what is none."""
+    if len(weight.shape) != 2:  # a vector, or a convolution
         return dequantize(weight)
     rows, inputs = weight.shape
     count = min(rows, max(1, _SAMPLE // inputs))

@@ -61,6 +61,8 @@ def modelled(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Content, list[str]
     """
     config, path = checkpoint.config, checkpoint.path
     family = FAMILIES[config.family]
+    if not family.gguf:
+        raise _refusal(checkpoint, "there is no architecture of it")
     if family.gathers:
         raise _refusal(checkpoint, "its interleaved matrices are not written there yet")
     if family.recurrent is not None and all(layer.recurrence is None for layer in config.layers):

@@ -173,15 +173,22 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
             values["layer_types"] = [FULL if window is None else SLIDING for window in windows]
     if (recurrent := family.recurrent) is not None:
         shapes = [layer.recurrence for layer in c.layers]
-        values["layer_types"] = [FULL if each is None else recurrent.layer_type for each in shapes]
+        values["layer_types"] = [
+            recurrent.layer_type if shape is not None else FULL if window is None else SLIDING
+            for shape, window in zip(shapes, windows, strict=True)
+        ]
         values |= next((recurrent.hf_keys(each, c) for each in shapes if each is not None), {})
     for number in family.keys:
         if number.hf:
             x = getattr(c, number.field)
             values[number.hf] = None if x == number.null else number.form.write(x)
     values |= {switch.hf: switch.value for switch in family.fixed if switch.hf}
+    values |= {key: getattr(c, name) for name, key in family.switches.items()}
     if "no_rope_layers" in kind.defaults:
         values["no_rope_layers"] = [int(bool(layer.rope.rotated)) for layer in c.layers]
+    if "layer_rope_theta" in kind.defaults:
+        ropes = [layer.rope for layer in c.layers]
+        values["layer_rope_theta"] = [each.theta if each.rotated else 0.0 for each in ropes]
     if kind.partial_rotary:
         values["partial_rotary_factor"] = c.layers[0].rope.rotated / c.head_dim
     if ORIGINAL in kind.defaults:

@@ -238,6 +238,8 @@ def _from_gguf(file: GgufFile) -> ImportanceMatrix:
         if of + _COUNTS not in file.tensors:
             raise ImportanceError(f"{file.path}: {name} has no {of + _COUNTS} beside it")
         sums, counts = _numbers(file, name), _numbers(file, of + _COUNTS).reshape(-1)
+        if not np.array_equal(counts, np.rint(counts)):
+            raise ImportanceError(f"{file.path}: {of + _COUNTS} holds counts that are not whole")
         if len(counts) != len(sums):
             raise ImportanceError(
                 f"{file.path}: {of} has {len(sums)} rows of sums and {len(counts)} counts"
@@ -263,7 +265,8 @@ def _numbers(file: GgufFile, name: str) -> Float64:
 
 def checked(numbers: Float32, what: str) -> Float64:
     """Raises `ImportanceError` for what is negative or no number."""
-    wide = numbers.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # of NaN
+        wide = numbers.astype(np.float64)
     odd = ~(np.isfinite(wide) & (wide >= 0.0))
     if odd.any():
         at = int(odd.reshape(-1).argmax())

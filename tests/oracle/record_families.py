@@ -957,24 +957,24 @@ SPARSE_NETS = {
 def sparse_cases() -> dict[str, Case]:
     linear, full = "linear_attention", "full_attention"
     return {
-        "one": Case({"num_experts_per_tok": 1}),
-        "all": Case({"num_experts_per_tok": 6}),
-        "many": Case({"num_experts": 16, "num_experts_per_tok": 5}),
-        "shared": Case({"shared_expert_intermediate_size": 33}),
-        "one-a-key": Case({"linear_num_value_heads": 2}),
-        "four-a-key": Case({"linear_num_value_heads": 8}),
-        "one-key-head": Case({"linear_num_key_heads": 1}),
-        "widths": Case({"linear_key_head_dim": 12, "linear_value_head_dim": 20}),
-        "taps": Case({"linear_conv_kernel_dim": 2}),
-        "tied": Case({"tie_word_embeddings": True}),
-        "types": Case({"layer_types": [linear, linear, full]}),
-        "one-kv-head": Case({"num_key_value_heads": 1}),
+        "one": Case({"num_experts_per_tok": 1}, gguf=True),
+        "all": Case({"num_experts_per_tok": 6}, gguf=True),
+        "many": Case({"num_experts": 16, "num_experts_per_tok": 5}, gguf=True),
+        "shared": Case({"shared_expert_intermediate_size": 33}, gguf=True),
+        "one-a-key": Case({"linear_num_value_heads": 2}, gguf=True),
+        "four-a-key": Case({"linear_num_value_heads": 8}, gguf=True),
+        "one-key-head": Case({"linear_num_key_heads": 1}, gguf=True),
+        "widths": Case({"linear_key_head_dim": 12, "linear_value_head_dim": 20}, gguf=True),
+        "taps": Case({"linear_conv_kernel_dim": 2}, gguf=True),
+        "tied": Case({"tie_word_embeddings": True}, gguf=True),
+        "types": Case({"layer_types": [linear, linear, full]}, gguf=True),
+        "one-kv-head": Case({"num_key_value_heads": 1}, gguf=True),
     }
 
 
 def qwen3_5_moe(sizes: dict[str, Any]) -> Tiny:
     config = transformers.Qwen3_5MoeTextConfig(**sizes | SPARSE_NETS)
-    return Tiny(config, sparse_cases(), gguf=False, around=DELTA_NETS)
+    return Tiny(config, sparse_cases(), around=DELTA_NETS)
 
 
 def qwen3_next(sizes: dict[str, Any]) -> Tiny:
@@ -983,7 +983,7 @@ def qwen3_next(sizes: dict[str, Any]) -> Tiny:
         "shares": Case({"norm_topk_prob": False}),
         "dense": Case({"decoder_sparse_step": 2, "mlp_only_layers": [1]}),
     }
-    return Tiny(config, cases, gguf=False, around=DELTA_NETS)
+    return Tiny(config, cases, around=DELTA_NETS)
 
 
 def gpt_oss(sizes: dict[str, Any]) -> Tiny:
@@ -1361,7 +1361,8 @@ def convert(folder: Path, target: Path, *, mtp: bool = False) -> None:
 
 def recipe(path: Path, weights: dict[str, npt.NDArray[np.float32]], heads: set[int]) -> Any:
     """(header, tensors): of each tensor its offset and (stored name, permuted heads, shift), the
-    names of those that are stacked in it, or its numbers where no stored tensor has them."""
+    names of those that are stacked in it, or its numbers where no stored tensor has them. In place
+    of permuted heads there may be what `forms` or `gathered` has."""
     import gguf
 
     tensors: list[Any] = []
@@ -1378,6 +1379,7 @@ def recipe(path: Path, weights: dict[str, npt.NDArray[np.float32]], heads: set[i
             and (isinstance(group, str) or len(values) % max(2 * group, 1) == 0)
             and transformed(values, group, shift).tobytes() == content
         ]
+        made = made or gathered(np.frombuffer(content, np.float32), tensor.shape[::-1], weights)
         numbers = [] if made else np.frombuffer(content, np.float32).tolist()
         stacked = []
         if len(tensor.shape) == 3 and not made:
@@ -1389,12 +1391,32 @@ def recipe(path: Path, weights: dict[str, npt.NDArray[np.float32]], heads: set[i
     return data[: reader.data_offset], tensors
 
 
+def gathered(
+    content: npt.NDArray[np.float32], shape: Any, weights: dict[str, npt.NDArray[np.float32]]
+) -> list[Any]:
+    """(stored name, [axis, indices], 0) of a tensor whose rows or columns these are, in any order:
+    empty if there is none.
+    """
+    if len(shape) != 2:
+        return []
+    for name, values in weights.items():
+        for axis in (0, 1):
+            lines, stored = content.reshape(shape), values.reshape(len(values), -1)
+            if axis:
+                lines, stored = lines.T, stored.T
+            places = {line.tobytes(): index for index, line in enumerate(stored)}
+            found = [places.get(line.tobytes()) for line in lines]
+            if None not in found:
+                return [(name, [axis, found], 0)]
+    return []
+
+
 def forms(name: str, heads: set[int]) -> set[int | str]:
     """What `transformed` may make of a tensor."""
     if name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")):
         return {0, *heads}
     if name.endswith(("experts.gate_up_proj", "experts.gate_up_proj_bias")):
-        return {"gate", "up"}
+        return {"gate", "up", "first", "second"}
     if name.endswith("input_linear.weight"):
         return {"first", "second"}
     return {"turned"} if name.endswith("experts.down_proj") else {0}

@@ -21,6 +21,7 @@ FAMILIES = ORACLE / "families"
 QUANTIZED = sorted(path.name for path in (FAMILIES.parent / "quantized").iterdir())
 TEXT = "text_config"
 BASE = "base"
+LLAMA_CPP = "llama_cpp.npz"  # of a family: logits by label
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,15 @@ def quantized_folder(name: str, path: Path) -> Path:
     return path
 
 
-def transformed(values: Float32, how: int | str, shift: int) -> Float32:
+def transformed(values: Float32, how: int | str | list[Any], shift: int) -> Float32:
     """A folder's tensor as GGUF has it: rows of so many heads in pairs, or a stack of experts'
-    matrices turned, of which gate and up are the rows in turn, or one half of the rows.
+    matrices turned, of which gate and up are the rows in turn, or one half of the rows, or
+    [axis, indices], rows or columns in another order.
     """
-    if how in ("first", "second"):
+    if isinstance(how, list):
+        axis, indices = how
+        values = values.reshape(len(values), -1).take(indices, axis)
+    elif how in ("first", "second"):
         values = np.split(values, 2, axis=-2)[how == "second"]
     elif isinstance(how, str):
         turned = values.swapaxes(1, 2) if values.ndim == 3 else values

@@ -56,7 +56,7 @@ def copied(checkpoint: Checkpoint, recipe: Recipe) -> Content:
             and weight is not None
             and weight.name == name
         ):
-            tensors.append(changed(name, role, weight))
+            tensors.append(changed(name, weight.shape, [role], weights))
         else:
 
             def data(_: LayerResult, name: str = name) -> Bytes:

@@ -25,7 +25,7 @@ from octavo.tools.quantize.layouts import Format, scheme_of
 from octavo.tools.quantize.same_model import difference
 from octavo.tools.quantize.state import QuantizeError
 from octavo.tools.quantize.value_heads import in_gguf_order
-from oracle.tiny_folders import FAMILIES
+from oracle.tiny_folders import BASE, FAMILIES, gguf_file
 from tools.quantize.quantizing import (
     SAMPLES,
     logits_of,
@@ -45,7 +45,7 @@ REFUSED = {
     "qwen3moe-dense": r"has no tensor for layers\.0\.ffn_down_exps\.0",
 }
 
-
+EIGHT_BITS: dict[str, Any] = {"format": "gguf", "bits": 8, "symmetric": True}
 NAMES = sorted(path.name for path in FAMILIES.iterdir())
 
 
@@ -55,6 +55,30 @@ def test_every_family(name: str, tmp_path: Path) -> None:
     assert_written(speaking(random_folder(name, tmp_path / "source", **changes)), tmp_path)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_delta_nets_are_as_llama_cpp_s_converter_has_them(name: str, tmp_path: Path) -> None:
+    make(speaking(random_folder(name, tmp_path / "source")), tmp_path / "out.gguf", format="gguf")
+    ours = GgufFile(tmp_path / "out.gguf")
+    theirs = GgufFile(gguf_file(name, BASE, tmp_path / "theirs.gguf"))
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    # `attention.recurrent_layers` says which layers these are; the interval is for older readers.
+    asked = theirs.metadata.keys() - {"general.size_label"}
+    asked -= {f"{theirs.get('general.architecture', str)}.full_attention_interval"}
+    asked = {key for key in asked if not key.startswith("tokenizer.")}
+    assert asked <= ours.metadata.keys()
+
+
+def test_interleaved_matrices_of_a_gguf_file(tmp_path: Path) -> None:
+    """AWQ scales what lies between them, too."""
+    make(speaking(random_folder("qwen3_next", tmp_path / "source")), tmp_path / "8", **EIGHT_BITS)
+    expected = logits_of(load(tmp_path / "8"))
+    losses = {}
+    for method in ("rtn", "awq"):
+        make(tmp_path / "8", tmp_path / method, format="gguf", method=method)
+        losses[method] = np.square(logits_of(load(tmp_path / method)) - expected).mean()
+    assert losses["awq"] < 0.9 * losses["rtn"] < 0.9 * expected.var()
+
+
 def test_gpt_oss_of_a_rounded_range(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     changes = {"rope_parameters": yarn | {"truncate": True}, "swiglu_limit": 7.0}
@@ -62,7 +86,7 @@ def test_gpt_oss_of_a_rounded_range(tmp_path: Path) -> None:
 
 
 def assert_written(source: Path, tmp_path: Path) -> None:
-    make(source, tmp_path / "out.gguf", format="gguf", bits=8, symmetric=True)
+    make(source, tmp_path / "out.gguf", **EIGHT_BITS)
     before, after = load(source), load(tmp_path / "out.gguf")
     assert difference(in_gguf_order(before).config, after.config) is None
     # The source with its matrices rounded where they lie is the same function.

@@ -77,6 +77,11 @@ def test_interleaved_matrices_of_a_gguf_file(tmp_path: Path) -> None:
         make(tmp_path / "8", tmp_path / method, format="gguf", method=method)
         losses[method] = np.square(logits_of(load(tmp_path / method)) - expected).mean()
     assert losses["awq"] < 0.9 * losses["rtn"] < 0.9 * expected.var()
+    before, after = (weights_of(load(tmp_path / name)) for name in ("8", "awq"))
+    norm = "layers.0.attn_norm"
+    assert not np.allclose(before[norm], after[norm])
+    for gate in ("layers.0.ssm_beta", "layers.0.ssm_alpha"):  # which stay in full precision
+        assert np.allclose(after[norm] * after[gate], before[norm] * before[gate], atol=1e-5)
 
 
 def test_gpt_oss_of_a_rounded_range(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 The inverse of loader/metadata.py and loader/loader.py, of the same record (`Family`): the keys of
 each architecture, its tensors' names, rows of q and k in the order in which GGUF's llama rotates
 them, all experts of a layer in one tensor, matrices that an architecture has fused or interleaved.
-Before any work the file's header is read back by that reader: a model that would not come out the same is refused,
-and so is a tokenizer that would cut a text otherwise.
+Before any work the file's header is read back by that reader: a model that would not come out the
+same is refused, and so is a tokenizer that would cut a text otherwise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The simulated executor: bytes and operations counted singly, and the engine on virtual time."""
 
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from octavo.models.program import (
     Program,
     RmsNorm,
 )
+from octavo.models.recurrence import Recurrence
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.config import SchedulerConfig
@@ -73,7 +74,7 @@ def total(costs: CostModel, step: Batch) -> Total:
 spans = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2", "qwen35"])
 @given(decodes=st.lists(st.integers(0, 90), max_size=4), chunks=spans)
 def test_a_step_grown_span_by_span_is_the_step(
     family: str, decodes: list[int], chunks: list[tuple[int, int]]
@@ -90,6 +91,43 @@ def test_a_step_grown_span_by_span_is_the_step(
     parts = costs.dense_seconds(size, rates), costs.attention_seconds(size.attention, rates)
     overhead = rates.overhead(size.tokens, size.rows, size.chunks)
     assert sum(parts) + overhead == pytest.approx(costs.seconds(whole, rates))
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen35"])
+@given(decodes=st.lists(st.integers(0, 90), min_size=1, max_size=4))
+def test_steps_foreseen_read_and_write_states(family: str, decodes: list[int]) -> None:
+    rates = Rates(1e9, 3e10, 1e-4, knee=2.0, row_overhead=1e-6)
+    costs = executor(family).costs
+    foreseen = islice(costs.decode_seconds(np.array(decodes, np.int32), rates), 3)
+    steps = [batch([(at + step, 1) for at in decodes], rows=len(decodes)) for step in range(3)]
+    assert list(foreseen) == [costs.seconds(each, rates) for each in steps]
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen35"])
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_step_reads_and_writes_the_state_of_each_sequence(family: str, count: int) -> None:
+    config = tiny.config(family)
+    layout, costs = KvLayout.of(config), executor(family).costs
+    assert layout.state is not None
+    step = batch([(30, 1)] * count, rows=count)
+    counted = total(costs, step)
+    embedded = 2 * count * config.hidden_size
+    assert counted.weight_bytes == costs.weight_bytes + embedded
+    attended = count * (31 + 1) * layout.bytes_per_token
+    assert counted.kv_bytes == attended + 2 * count * layout.state.payload_bytes
+    one_byte_a_second = costs.seconds(step, Rates(1.0))
+    assert one_byte_a_second == counted.weight_bytes + counted.kv_bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3moe", "lfm2", "qwen35"])
+def test_only_states_tell_many_sequences_from_one_of_as_many_tokens(family: str) -> None:
+    """Attention aside: each has a state if any layer is recurrent, however many its tokens."""
+    costs, state = executor(family).costs, KvLayout.of(tiny.config(family)).state
+    one, many = (
+        costs.dense_seconds(costs.size(batch(spans)), Rates(1.0))
+        for spans in ([(0, 8)], [(0, 1)] * 8)
+    )
+    assert many - one == (0 if state is None else 2 * 7 * state.payload_bytes)
 
 
 @pytest.mark.parametrize("config", [tiny.config(), tiny.config("gemma3"), tiny.mixed()])
@@ -142,7 +180,7 @@ def test_weights_are_read_once_a_step_and_the_last_where_logits_are_wanted() -> 
     assert many.ops >= 30 * matrices(compute.ops[:last]) + matrices(tail)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3moe", "lfm2", "qwen35"])
 @given(spans=spans, rows=st.integers(0, 3))
 def test_the_ops_add_up_to_the_step(family: str, spans: list[tuple[int, int]], rows: int) -> None:
     costs = executor(family, Rates(1e9, 2e9, int8_ops_per_second=7e9))
@@ -152,7 +190,7 @@ def test_the_ops_add_up_to_the_step(family: str, spans: list[tuple[int, int]], r
     seconds = costs.costs.seconds(step, costs.rates)
     assert sum(op.seconds(costs.rates) for op in ops) == pytest.approx(seconds)
     for op, cost in zip(costs.costs.program.ops, ops, strict=True):
-        assert (cost.kv_bytes > 0) == isinstance(op, PagedAttention)
+        assert (cost.kv_bytes > 0) == isinstance(op, PagedAttention | Recurrence)
 
 
 def test_a_program_of_rows_reads_its_weights_and_no_cache() -> None:

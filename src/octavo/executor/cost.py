@@ -172,7 +172,7 @@ class OpCost(NamedTuple):
     """What one op moves and computes in a step."""
 
     weight_bytes: int
-    kv_bytes: int
+    kv_bytes: int  # of keys and values, or of a recurrent layer's states
     ops: int
     arithmetic: Arithmetic
     rows: int = 1  # that the operations are on, at least one
@@ -196,12 +196,14 @@ class StepSize(NamedTuple):
     chunks: int  # spans of two tokens or more
     attention: tuple[tuple[int, int], ...]  # of a layer of each window: keys seen, by all queries
     # together, and tokens read and written
+    states: int = 0  # sequences whose recurrent state is read and written; 0 if they have none
 
 
 class _Term(NamedTuple):
     """An op whose cost is the same in any context: ``fixed_bytes`` a step, then bytes and
-    operations for each token (or row that wants logits). Of experts' bytes, only those of the
-    experts that the tokens are expected to hit (`Experts.expected`) count.
+    operations for each token (or row that wants logits), and bytes for each sequence with a state.
+    Of experts' bytes, only those of the experts that the tokens are expected to hit
+    (`Experts.expected`) count.
     """
 
     fixed_bytes: int
@@ -210,13 +212,15 @@ class _Term(NamedTuple):
     selected: bool  # only for rows that want logits
     arithmetic: Arithmetic
     experts: Experts | None = None
+    state_bytes: int = 0  # read and written
 
-    def cost(self, n: int) -> OpCost:
-        """Return the cost for ``n`` tokens, or rows that want logits."""
-        moved, ops, arithmetic, together = self.of(n)
-        return OpCost(moved, 0, ops, arithmetic, together)
+    def cost(self, n: int, states: int) -> OpCost:
+        """Return the cost for ``n`` tokens, or rows that want logits, of so many states."""
+        moved, ops, arithmetic, together = self.of(n, states)
+        of_states = states * self.state_bytes
+        return OpCost(moved - of_states, of_states, ops, arithmetic, together)
 
-    def of(self, n: int) -> tuple[int, int, Arithmetic, int]:
+    def of(self, n: int, states: int) -> tuple[int, int, Arithmetic, int]:
         """Return the arguments of `Rates.seconds`, more quickly than `cost`."""
         fixed, together = self.fixed_bytes, n
         if n and self.experts is not None:
@@ -224,6 +228,7 @@ class _Term(NamedTuple):
             fixed = round(fixed * hit / self.experts.count)
             together = round(n * self.experts.chosen / hit)
         moved = fixed + n * self.row_bytes if n else 0
+        moved += states * self.state_bytes
         return moved, n * self.row_ops, self.arithmetic, max(together, 1)
 
 
@@ -243,10 +248,10 @@ class CostModel:
     ``weight_bytes`` maps weight roles to stored bytes; a role left out counts two bytes an
     element. ``arithmetic`` maps matrices' roles to what multiplies them (fp32 when left out), and
     ``attention`` is the same for attention. Activations are taken to stay in the processor's
-    caches, and after the last attention or recurrence only rows that want logits are
-    computed. A step of n tokens
-    that go to k of E experts each reads E (1 - (1 - k/E)^n) of them: what is expected where every
-    choice is equally likely; a skewed router hits fewer.
+    caches, and after the last attention or recurrence only rows that want logits are computed. A
+    step reads and writes the recurrent state of each of its sequences once, whatever their tokens.
+    A step of n tokens that go to k of E experts each reads E (1 - (1 - k/E)^n) of them: what is
+    expected where every choice is equally likely; a skewed router hits fewer.
     """
 
     def __init__(
@@ -266,6 +271,7 @@ class CostModel:
         self._terms = self._count()  # of each op
         self._alike = Counter(term for term in self._terms if isinstance(term, _Term))
         self._kinds = Counter(term for term in self._terms if isinstance(term, _Attention))
+        self._recurrent = any(term.state_bytes for term in self._alike)
         self._windows = tuple(dict.fromkeys(kind.window for kind in self._kinds))
         self._layers = tuple(
             (self._windows.index(kind.window), kind.token_bytes, kind.ops, count)
@@ -296,8 +302,9 @@ class CostModel:
     def _costs(self, batch: Batch) -> dict[_Term | _Attention, OpCost]:
         """Return the cost of each different op, by its entry in ``_terms``."""
         tokens, rows, spans = batch.num_tokens, len(batch.logits_rows), _spans(batch)
+        states = self._states(len(spans[0]))
         costs: dict[_Term | _Attention, OpCost] = {
-            term: term.cost(rows if term.selected else tokens) for term in self._alike
+            term: term.cost(rows if term.selected else tokens, states) for term in self._alike
         }
         for kind in self._kinds:
             keys, moved = self._seen(spans, kind.window)
@@ -321,7 +328,7 @@ class CostModel:
         digit.
         """
         sequences = len(positions)
-        dense = self._dense(sequences, sequences, rates)
+        dense = self._dense(sequences, sequences, self._states(sequences), rates)
         overhead = rates.overhead(sequences, sequences, 0)
         for seen in zip(*(_keys_seen(positions, window) for window in self._windows), strict=True):
             # Every span is one token: it reads what it sees and writes itself.
@@ -334,7 +341,8 @@ class CostModel:
         """Return the size of a step in which sequences at ``positions`` decode a token each."""
         sequences = len(positions)
         seen = [next(_keys_seen(positions, window)) for window in self._windows]
-        return StepSize(sequences, sequences, 0, tuple((keys, keys + sequences) for keys in seen))
+        attention = tuple((keys, keys + sequences) for keys in seen)
+        return StepSize(sequences, sequences, 0, attention, self._states(sequences))
 
     def with_span(self, size: StepSize, start: int, tokens: int, rows: int) -> StepSize:
         """Return the size with ``tokens`` more, of a sequence from position ``start`` on, of which
@@ -351,18 +359,20 @@ class CostModel:
                 moved += end + tokens - max(0, start - window + 1)
             attention.append((keys, moved))
         chunks = size.chunks + (tokens > 1)
-        return StepSize(size.tokens + tokens, size.rows + rows, chunks, tuple(attention))
+        states = size.states + self._states(1)
+        return StepSize(size.tokens + tokens, size.rows + rows, chunks, tuple(attention), states)
 
     def size(self, batch: Batch) -> StepSize:
         """Return the size of a batch, without its block copies."""
         starts, ends = spans = _spans(batch)
         chunks = int(np.count_nonzero(ends - starts > 1))
         seen = [self._seen(spans, window) for window in self._windows]
-        return StepSize(batch.num_tokens, len(batch.logits_rows), chunks, tuple(seen))
+        states = self._states(len(starts))
+        return StepSize(batch.num_tokens, len(batch.logits_rows), chunks, tuple(seen), states)
 
     def dense_seconds(self, size: StepSize, rates: Rates) -> float:
         """Return the seconds of all ops but attention."""
-        return self._dense(size.tokens, size.rows, rates)
+        return self._dense(size.tokens, size.rows, size.states, rates)
 
     def attention_seconds(self, attention: Iterable[tuple[int, int]], rates: Rates) -> float:
         """Return the seconds of `StepSize.attention`."""
@@ -372,16 +382,20 @@ class CostModel:
             total += layers * seconds(moved * size, keys * ops, self._attention)
         return total
 
-    def _dense_seconds(self, tokens: int, rows: int, rates: Rates) -> float:
-        return sum((*self._each(tokens, False, rates), *self._each(rows, True, rates)))
+    def _states(self, sequences: int) -> int:
+        """Return `StepSize.states` of so many sequences."""
+        return sequences if self._recurrent else 0
 
-    def _each_seconds(self, n: int, selected: bool, rates: Rates) -> tuple[float, ...]:
+    def _dense_seconds(self, tokens: int, rows: int, states: int, rates: Rates) -> float:
+        return sum((*self._each(tokens, states, False, rates), *self._each(rows, 0, True, rates)))
+
+    def _each_seconds(self, n: int, states: int, selected: bool, rates: Rates) -> tuple[float, ...]:
         """Return the seconds of each different op, times how often the program has it, for ``n``
-        tokens or, for ops that are ``selected``, ``n`` rows that want logits.
+        tokens of so many states or, for ops that are ``selected``, ``n`` rows that want logits.
         """
         return tuple(
             [
-                count * rates.seconds(*term.of(n))
+                count * rates.seconds(*term.of(n, states))
                 for term, count in self._alike.items()
                 if term.selected is selected
             ]
@@ -425,6 +439,7 @@ class CostModel:
                     i > last_crossing,
                     self._arithmetic.get(work.matrix or "", Arithmetic.FP32),
                     work.experts,
+                    2 * work.state_bytes,
                 )
             )
         return terms

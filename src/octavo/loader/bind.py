@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -70,17 +71,17 @@ def gathered(
     prefix: str,
     called: str,
     ending: str,
-    shapes: dict[str, tuple[int, ...]],
+    known: Mapping[str, object],
     config: ModelConfig,
     *,
     gguf: bool,
 ) -> dict[str, IntArray]:
     """The roles whose rows are interleaved in a tensor of a layer, and where they are in it. None,
-    if it is no such tensor.
+    if it is no such tensor, or of roles that are not known.
     """
     for gather in FAMILIES[config.family].gathers:
         roles = {part: prefix + part + ending for part in gather.parts}
-        if called == (gather.gguf if gguf else gather.hf) and shapes.keys() >= set(roles.values()):
+        if called == (gather.gguf if gguf else gather.hf) and known.keys() >= set(roles.values()):
             return {roles[part]: rows for part, rows in gather.rows(config).items()}
     return {}
 

@@ -145,6 +145,11 @@ class Gather(NamedTuple):
     parts: tuple[str, ...]
     rows: Callable[[ModelConfig], dict[str, IntArray]]  # of each part, in the whole
 
+    def order(self, config: ModelConfig) -> IntArray:
+        """Return which row of the parts, one below the other, comes at each place of the whole."""
+        rows = self.rows(config)
+        return np.argsort(np.concatenate([rows[part] for part in self.parts]))
+
 
 class RecurrentLayers(NamedTuple):
     """Layers of another kind than attention: what files call them, and the numbers of their shape.
@@ -228,6 +233,8 @@ class Family:
     activation: Activation = Activation.SILU
     interleaved: bool = False  # q and k are permuted so that neighbours are rotated together
     windows: Windows | None = None
+    # What readers ask for of positions in images, which are not served.
+    rotary_sections: tuple[int, ...] = ()
     rotary_switch: str = ""  # the key of a flag that says whether positions are rotary
     unrotated_period: int = 0  # one layer in so many has no rotary positions; 0: none
     expert_size: str = ""  # the key of an expert's width: the family has experts

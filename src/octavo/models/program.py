@@ -76,6 +76,7 @@ class Work(NamedTuple):
     row_of: str | None = None  # a role of which each token reads a row
     matrix: str | None = None  # the role whose format decides what multiplies
     experts: Experts | None = None  # ``weights`` are theirs: those that tokens go to are read
+    state_bytes: int = 0  # of a sequence's state, which a step reads and writes once
 
 
 class RowFunction(NamedTuple):

@@ -229,4 +229,5 @@ FAMILY = Family(
     bias_keys=BIAS_KEYS,
     norm_offset=1.0,
     whole_norms=frozenset({"ssm_norm"}),
+    rotary_sections=(11, 11, 10, 0),
 )

@@ -60,6 +60,7 @@ FAMILY = Family(
     bias_keys=qwen35.BIAS_KEYS,
     norm_offset=1.0,
     whole_norms=qwen35.FAMILY.whole_norms,
+    rotary_sections=qwen35.FAMILY.rotary_sections,
     expert_size="expert_feed_forward_length",
     shared_expert_size="expert_shared_feed_forward_length",
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -130,9 +131,11 @@ class Recurrence(Op):
 
     def work(self, program: Program) -> Work:
         shape = self.shape
-        heads, depth, width = shape.matrix or (0, 0, 0)
-        ops = 2 * shape.taps * shape.channels + self._matrix_ops() * heads * depth * width
-        return Work(ops, tuple(self.weight_shapes(program.widths, program.config)))
+        numbers = prod(shape.matrix or (0,))
+        ops = 2 * shape.taps * shape.channels + self._matrix_ops() * numbers
+        state_bytes = 4 * ((shape.taps - 1) * shape.channels + numbers)
+        weights = tuple(self.weight_shapes(program.widths, program.config))
+        return Work(ops, weights, state_bytes=state_bytes)
 
     def _matrix_ops(self) -> int:
         """Return the arithmetic operations a token for each number of the matrices."""

@@ -37,6 +37,7 @@ def random_folder(name: str, path: Path, **changes: Any) -> Path:
     experts), two query heads on a KV head, a head of its own."""
     config = text_config(HfFolder(FAMILIES / name))
     config |= {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64}
+    config |= {"shared_expert_intermediate_size": 64}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     config |= {"shared_intermediate_size": 96, "mamba_n_heads": 8, "mamba_d_head": 16}
     config |= {"tie_word_embeddings": False, "dtype": "bfloat16"} | changes
@@ -48,6 +49,8 @@ def random_folder(name: str, path: Path, **changes: Any) -> Path:
         outputs = sum(shapes.weights[role][0] for role in place.roles)
         role, shape = place.roles[0], (outputs, *shapes.weights[place.roles[0]][1:])
         values = rng.normal(size=shape) / np.sqrt(shape[-1]) if len(shape) == 2 else np.ones(shape)
+        if ".ssm_" in role and len(shape) != 2:
+            values *= rng.uniform(0.5, 1.5, (shape[0], *[1] * (len(shape) - 1)))  # heads differ
         if role.endswith(("attn_norm", "ffn_norm")):
             values[::9] *= 6.0  # inputs that matter more
         tensors[f"{place.name}.{place.ending}".removesuffix(".")] = values.astype(

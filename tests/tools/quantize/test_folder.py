@@ -8,13 +8,28 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from octavo.executor.reference import evaluate
 from octavo.loader import load
+from octavo.loader.base import Checkpoint
+from octavo.loader.bind import ROUTERS
+from octavo.models import families
+from octavo.tools.quantize.grid import bf16
 from octavo.tools.quantize.hf_model import places
+from octavo.tools.quantize.layouts import Format, scheme_of
+from octavo.tools.quantize.nearest import nearest
 from octavo.tools.quantize.quantize_checkpoint import WORK
 from octavo.tools.quantize.state import QuantizeError
 from oracle.tiny_folders import FAMILIES, folder, gguf_file, gguf_labels
 from paths import ORACLE
-from tools.quantize.quantizing import Float32, logits_of, make, modules, qwen3_folder, weights_of
+from tools.quantize.quantizing import (
+    SAMPLES,
+    Float32,
+    logits_of,
+    make,
+    modules,
+    qwen3_folder,
+    weights_of,
+)
 
 TINY = ORACLE / "tiny-llama-k.gguf"
 LAYOUTS = [
@@ -39,9 +54,9 @@ NAMES = sorted(path.name for path in FAMILIES.iterdir() if path.is_dir())
 
 @pytest.fixture(autouse=True)
 def any_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recorded families have layers of 20 and 48 inputs, which kernels do not take; here numpy
-    reads what is written."""
-    monkeypatch.setattr("octavo.tools.quantize.quantizer.INPUTS", 4)
+    """The recorded families have layers of 20, 33 and 48 inputs, which kernels do not take; here
+    numpy reads what is written."""
+    monkeypatch.setattr("octavo.tools.quantize.quantizer.INPUTS", 1)
 
 
 def words(how: dict[str, object]) -> str:
@@ -76,15 +91,33 @@ def test_folders_of_every_family(name: str, tmp_path: Path) -> None:
     make(source, tmp_path / "out", bits=8, symmetric=True, group=None)
     before, after = load(source), load(tmp_path / "out")
     assert after.config == type(after.config)(**{**config_of(before), "name": after.config.name})
-    assert_near(logits_of(after), logits_of(before))
+    assert_rounded(after, before)
 
 
-def assert_near(got: Float32, expected: Float32) -> None:
-    """Rounded to 8 bits; a row or a norm out of place changes everything. Where there are experts,
-    a few tokens may go to others."""
-    error = np.abs(got - expected) / expected.std()
-    print(f"mean {error.mean():.3f}, nine tenths below {np.quantile(error, 0.9):.3f}")
-    assert np.quantile(error, 0.9) < 0.2
+def assert_rounded(after: Checkpoint, before: Checkpoint) -> None:
+    """The source with its matrices rounded where they lie is the same function."""
+    expected = evaluate.logits(families.program(before.config), rounded(before), SAMPLES[:2])
+    assert np.abs(logits_of(after) - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def rounded(checkpoint: Checkpoint) -> dict[str, Float32]:
+    """The layers' matrices in 8 bits with a scale a row, and of a GGUF file the others in bfloat16,
+    as a folder has them.
+    """
+    family = families.FAMILIES[checkpoint.config.family]
+    scheme = scheme_of(Format.GPTQ, 8, None, True)
+    found = {}
+    for role, values in weights_of(checkpoint).items():
+        if role.startswith("layers.") and values.ndim == 2 and not role.endswith(ROUTERS):
+            found[role] = nearest(scheme, values).values()
+        elif checkpoint.path.is_dir():
+            found[role] = values
+        elif form := family.form(role):
+            found[role] = form.read(bf16(form.write(values)))
+        else:
+            shift = np.float32(family.shift(role))
+            found[role] = bf16(values - shift) + shift
+    return found
 
 
 def config_of(checkpoint: object) -> dict[str, object]:
@@ -98,14 +131,15 @@ def test_gguf_files_of_every_family(name: str, tmp_path: Path) -> None:
     for label in gguf_labels(name):
         source = gguf_file(name, label, tmp_path / f"{label}.gguf")
         before = load(source)
-        if any(getattr(layer.recurrence, "tiled", False) for layer in before.config.layers):
-            with pytest.raises(QuantizeError, match="the recurrence of layer 0 would differ"):
+        tiled = any(getattr(layer.recurrence, "tiled", False) for layer in before.config.layers)
+        if tiled or name == "qwen3_5_moe":  # whose class has no place for a dense layer's width
+            reason = "(the recurrence of layer 0|intermediate_size) would differ"
+            with pytest.raises(QuantizeError, match=reason):
                 make(source, tmp_path / label, bits=8, symmetric=True, group=None)
             continue
         make(source, tmp_path / label, bits=8, symmetric=True, group=None)
         after = load(tmp_path / label)
-        # Embeddings have become bfloat16.
-        assert_near(logits_of(after), logits_of(before))
+        assert_rounded(after, before)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

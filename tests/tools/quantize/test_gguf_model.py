@@ -15,7 +15,7 @@ import pytest
 from executor import tiny
 from octavo.executor.reference import evaluate
 from octavo.loader import load
-from octavo.loader.bind import ROUTER
+from octavo.loader.bind import ROUTERS
 from octavo.loader.gguf import GgufFile
 from octavo.loader.tokenizer import SPACE
 from octavo.models import families
@@ -24,7 +24,8 @@ from octavo.tools.quantize.ggml_rounding import ggml_round
 from octavo.tools.quantize.layouts import Format, scheme_of
 from octavo.tools.quantize.same_model import difference
 from octavo.tools.quantize.state import QuantizeError
-from oracle.tiny_folders import FAMILIES
+from octavo.tools.quantize.value_heads import in_gguf_order
+from oracle.tiny_folders import BASE, FAMILIES, gguf_file
 from tools.quantize.quantizing import (
     SAMPLES,
     logits_of,
@@ -36,19 +37,15 @@ from tools.quantize.quantizing import (
 
 TOKENIZERS = FAMILIES.parent / "tokenizers"
 # What GGUF has no keys for, and says so.
-INTERLEAVED = "its interleaved matrices are not written there yet"
 REFUSED = {
     "granite_swa": "there is no architecture of it",
     "lfm3": "there is no architecture of it",
     "gpt_oss": "the rotary positions of layer 0 would differ",
     "mistral": "the window of layer 0 would differ",
-    "qwen3_5": INTERLEAVED,
-    "qwen3_5_moe": INTERLEAVED,
-    "qwen3_next": INTERLEAVED,
     "qwen3moe-dense": r"has no tensor for layers\.0\.ffn_down_exps\.0",
 }
 
-
+EIGHT_BITS: dict[str, Any] = {"format": "gguf", "bits": 8, "symmetric": True}
 NAMES = sorted(path.name for path in FAMILIES.iterdir())
 
 
@@ -58,6 +55,35 @@ def test_every_family(name: str, tmp_path: Path) -> None:
     assert_written(speaking(random_folder(name, tmp_path / "source", **changes)), tmp_path)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_delta_nets_are_as_llama_cpp_s_converter_has_them(name: str, tmp_path: Path) -> None:
+    make(speaking(random_folder(name, tmp_path / "source")), tmp_path / "out.gguf", format="gguf")
+    ours = GgufFile(tmp_path / "out.gguf")
+    theirs = GgufFile(gguf_file(name, BASE, tmp_path / "theirs.gguf"))
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    # `attention.recurrent_layers` says which layers these are; the interval is for older readers.
+    asked = theirs.metadata.keys() - {"general.size_label"}
+    asked -= {f"{theirs.get('general.architecture', str)}.full_attention_interval"}
+    asked = {key for key in asked if not key.startswith("tokenizer.")}
+    assert asked <= ours.metadata.keys()
+
+
+def test_interleaved_matrices_of_a_gguf_file(tmp_path: Path) -> None:
+    """AWQ scales what lies between them, too."""
+    make(speaking(random_folder("qwen3_next", tmp_path / "source")), tmp_path / "8", **EIGHT_BITS)
+    expected = logits_of(load(tmp_path / "8"))
+    losses = {}
+    for method in ("rtn", "awq"):
+        make(tmp_path / "8", tmp_path / method, format="gguf", method=method)
+        losses[method] = np.square(logits_of(load(tmp_path / method)) - expected).mean()
+    assert losses["awq"] < 0.9 * losses["rtn"] < 0.9 * expected.var()
+    before, after = (weights_of(load(tmp_path / name)) for name in ("8", "awq"))
+    norm = "layers.0.attn_norm"
+    assert not np.allclose(before[norm], after[norm])
+    for gate in ("layers.0.ssm_beta", "layers.0.ssm_alpha"):  # which stay in full precision
+        assert np.allclose(after[norm] * after[gate], before[norm] * before[gate], atol=1e-5)
+
+
 def test_gpt_oss_of_a_rounded_range(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     changes = {"rope_parameters": yarn | {"truncate": True}, "swiglu_limit": 7.0}
@@ -65,13 +91,13 @@ def test_gpt_oss_of_a_rounded_range(tmp_path: Path) -> None:
 
 
 def assert_written(source: Path, tmp_path: Path) -> None:
-    make(source, tmp_path / "out.gguf", format="gguf", bits=8, symmetric=True)
+    make(source, tmp_path / "out.gguf", **EIGHT_BITS)
     before, after = load(source), load(tmp_path / "out.gguf")
-    assert difference(before.config, after.config) is None
+    assert difference(in_gguf_order(before).config, after.config) is None
     # The source with its matrices rounded where they lie is the same function.
     weights = {
         role: ggml_round(scheme_of(Format.GGUF, 8, 32, True), value).values()
-        if role.startswith("layers.") and value.ndim == 2 and not role.endswith(ROUTER)
+        if role.startswith("layers.") and value.ndim == 2 and not role.endswith(ROUTERS)
         else value
         for role, value in weights_of(before).items()
     }

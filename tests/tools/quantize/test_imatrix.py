@@ -25,6 +25,7 @@ from octavo.tools.quantize.imatrix import (
 )
 from octavo.tools.quantize.state import LayerResult
 from octavo.tools.quantize.tensor_names import tensor_names
+from oracle.tiny_folders import BASE, folder, gguf_file
 from tools.quantize.quantizing import SAMPLES, qwen3_folder, random_folder, weights_of
 
 
@@ -68,6 +69,16 @@ def test_sums_are_those_of_the_model_run_as_one(name: str, tmp_path: Path) -> No
         names[role] for role in expected if not role.endswith("ffn_gate_inp")
     }
     assert found._replace(entries={}) == ImportanceMatrix({}, ("some text",), *SAMPLES.shape)
+
+
+def test_a_folder_has_its_gguf_file_s_sums(tmp_path: Path) -> None:
+    """Whose value heads are in another order."""
+    name = "qwen3_5_moe"
+    sources = folder(name, tmp_path / "folder"), gguf_file(name, BASE, tmp_path / "m.gguf")
+    ours, theirs = (collect(load(source), SAMPLES, "").entries for source in sources)
+    assert ours.keys() == theirs.keys()
+    for tensor, entry in theirs.items():
+        assert np.allclose(ours[tensor].sums, entry.sums, rtol=1e-3), tensor
 
 
 def example() -> ImportanceMatrix:

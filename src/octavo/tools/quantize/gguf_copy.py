@@ -10,8 +10,10 @@ import mmap
 from pathlib import Path
 from struct import unpack_from
 
+import numpy as np
+
 from octavo.loader.base import Checkpoint
-from octavo.loader.bind import STACKS
+from octavo.loader.bind import STACKS, gathered
 from octavo.loader.files import map_file
 from octavo.loader.gguf_split import open_gguf
 from octavo.loader.loader import parts_of
@@ -43,7 +45,19 @@ def copied(checkpoint: Checkpoint, recipe: Recipe) -> Content:
     for name, info in file.tensors.items():
         role = role_of(name, family)
         weight = weights.get(role)
-        if roles := _quantized(checkpoint, recipe, name, info.shape):
+        prefix, part = parts_of(role)
+        called = part.removesuffix(".bias")
+        ending = part.removeprefix(called)
+        places = gathered(prefix, called, ending, weights, checkpoint.config, gguf=True)
+        if places and not places.keys() & recipe.kept:
+            roles, order = tuple(places), np.argsort(np.concatenate([*places.values()]))
+            scheme = recipe.of(roles[0], weights[roles[0]].shape)
+            if scheme is None:
+                tensors.append(changed(name, info.shape, roles, weights, order))
+            else:
+                tensors.append(matrix(name, info.shape, scheme.kind.format, roles, order=order))
+                matrices += 1
+        elif roles := _quantized(checkpoint, recipe, name, info.shape):
             scheme = recipe.of(roles[0], weights[roles[0]].shape)
             assert scheme is not None
             tensors.append(matrix(name, info.shape, scheme.kind.format, roles))
@@ -56,7 +70,7 @@ def copied(checkpoint: Checkpoint, recipe: Recipe) -> Content:
             and weight is not None
             and weight.name == name
         ):
-            tensors.append(changed(name, role, weight))
+            tensors.append(changed(name, weight.shape, [role], weights))
         else:
 
             def data(_: LayerResult, name: str = name) -> Bytes:

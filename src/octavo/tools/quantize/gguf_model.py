@@ -2,9 +2,9 @@
 
 The inverse of loader/metadata.py and loader/loader.py, of the same record (`Family`): the keys of
 each architecture, its tensors' names, rows of q and k in the order in which GGUF's llama rotates
-them, all experts of a layer in one tensor, matrices that an architecture has fused. Before any work
-the file's header is read back by that reader: a model that would not come out the same is refused,
-and so is a tokenizer that would cut a text otherwise.
+them, all experts of a layer in one tensor, matrices that an architecture has fused or interleaved.
+Before any work the file's header is read back by that reader: a model that would not come out the
+same is refused, and so is a tokenizer that would cut a text otherwise.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from octavo.tools.quantize.gguf_writer import (
     matrix,
     of_storage,
     rounded,
-    stacked,
 )
 from octavo.tools.quantize.grid import bf16_bits
 from octavo.tools.quantize.hf_model import dense_layers
@@ -63,8 +62,6 @@ def modelled(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Content, list[str]
     family = FAMILIES[config.family]
     if not family.gguf:
         raise _refusal(checkpoint, "there is no architecture of it")
-    if family.gathers:
-        raise _refusal(checkpoint, "its interleaved matrices are not written there yet")
     if family.recurrent is not None and all(layer.recurrence is None for layer in config.layers):
         raise _refusal(checkpoint, "readers ask for the shape of recurrent layers, and it has none")
     architecture = family.gguf
@@ -141,10 +138,15 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
         if (x := getattr(c, number.field)) or number.default:
             found[number.gguf] = number.form.write(float(x))
     if family.recurrent is not None:
-        none = [layer.recurrence is not None for layer in c.layers]
-        found[KV_HEADS] = np.where(none, 0, c.num_kv_heads).astype(np.int32)
+        none = np.array([layer.recurrence is not None for layer in c.layers], np.bool_)
+        if family.recurrent.period:
+            found["attention.recurrent_layers"] = none
+        else:
+            found[KV_HEADS] = np.where(none, 0, c.num_kv_heads).astype(np.int32)
         shape = next((each.recurrence for each in c.layers if each.recurrence is not None), None)
         found |= {} if shape is None else family.recurrent.gguf_keys(shape)
+    if family.rotary_sections:
+        found["rope.dimension_sections"] = np.array(family.rotary_sections, np.int32)
     if family.rotary_switch:
         found[family.rotary_switch] = bool(rope.rotated)
         found["rope.dimension_count"] = rope.rotated or c.head_dim  # which readers want in any case
@@ -254,6 +256,7 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
     family = FAMILIES[config.family]
     found: list[GgufTensor] = []
     fused = {each.parts[0]: each for each in family.fused if each.gguf}
+    gathers = {part: each for each in family.gathers if each.gguf for part in each.parts}
     matrices = vectors_as_matrices(config)
     done: set[str] = set()
     for role, weight in weights.items():
@@ -275,20 +278,28 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[GgufTensor]:
             roles = [f"{prefix}{stack}.{index}{ending}" for index in range(config.experts.count)]
             name, shape = tensor_name(prefix + stack + ending), (len(roles), *weight.shape)
             if scheme is None:
-                found.append(stacked(name, shape, roles, weights))
+                found.append(changed(name, shape, roles, weights))
             else:
                 found.append(matrix(name, shape, scheme.kind.format, roles))
+        elif gather := gathers.get(part.removesuffix(".bias")):
+            ending = ".bias" if part.endswith(".bias") else ""
+            roles = [prefix + each + ending for each in gather.parts]
+            name, order = tensor_name(prefix + gather.gguf + ending), gather.order(config)
+            shape = (len(order), *weight.shape[1:])
+            if scheme is None:
+                found.append(changed(name, shape, roles, weights, order))
+            else:
+                found.append(matrix(name, shape, scheme.kind.format, roles, order=order))
         elif scheme is None:
-            order = row_order(config, role, interleaved=family.interleaved)
+            rows = row_order(config, role, interleaved=family.interleaved)
             shape = matrices.get(part, _shape_there(weight))
-            found.append(changed(tensor_name(role), role, weight._replace(shape=shape), order))
+            found.append(changed(tensor_name(role), shape, roles, weights, rows))
         else:
             if part in fused:
                 role = prefix + fused[part].gguf
                 roles = [prefix + each for each in fused[part].parts]
-            rows = sum(weights[each].shape[0] for each in roles)
             orders = [row_order(config, each, interleaved=family.interleaved) for each in roles]
-            shape = (rows, weight.shape[1])
+            shape = (sum(weights[each].shape[0] for each in roles), weight.shape[1])
             found.append(matrix(tensor_name(role), shape, scheme.kind.format, roles, orders))
         done.update(roles)
     return found

@@ -30,6 +30,7 @@ from octavo.tools.quantize.quantizer import Recipe, round_each
 from octavo.tools.quantize.state import LayerResult, State
 
 Bytes = npt.NDArray[np.uint8]
+IntArray = npt.NDArray[np.intp]
 Value = int | float | str | Sequence[str] | npt.NDArray[np.generic]  # bool is an int
 
 BLOCK = 32
@@ -128,16 +129,19 @@ def matrix(
     shape: tuple[int, ...],
     format: WeightFormat,
     roles: Sequence[str],
-    orders: Sequence[npt.NDArray[np.intp] | None] | None = None,
+    orders: Sequence[IntArray | None] | None = None,
+    order: IntArray | None = None,
 ) -> GgufTensor:
-    """Quantized matrices one below the other, the rows of each in an order of its own."""
+    """Quantized matrices one below the other, the rows of each in an order of its own, or all rows
+    in one."""
 
     def data(result: LayerResult) -> Bytes:
         parts = []
-        for role, order in zip(roles, orders or [None] * len(roles), strict=True):
+        for role, own in zip(roles, orders or [None] * len(roles), strict=True):
             part = result.matrices[role]
-            parts.append(blocks(part if order is None else part.rows(order)))
-        return np.concatenate(parts)
+            parts.append(blocks(part if own is None else part.rows(own)))
+        rows = np.concatenate(parts)
+        return rows if order is None else rows.reshape(len(order), -1)[order].reshape(-1)
 
     return GgufTensor(name, shape, format, layer_of(roles[0]), data)
 
@@ -152,31 +156,27 @@ def rounded(name: str, role: str, weight: Weight, recipe: Recipe) -> GgufTensor:
     return GgufTensor(name, weight.shape, recipe.ends[role].kind.format, None, data)
 
 
-def stacked(
-    name: str, shape: tuple[int, ...], roles: list[str], weights: Mapping[str, Weight]
-) -> GgufTensor:
-    """Vectors of a layer in one tensor, each as `changed` has it."""
-    parts = [changed(name, role, weights[role]) for role in roles]
-
-    def data(result: LayerResult) -> Bytes:
-        return np.concatenate([part.data(result) for part in parts])
-
-    return GgufTensor(name, shape, WeightFormat.F32, layer_of(roles[0]), data)
-
-
 def changed(
-    name: str, role: str, weight: Weight, order: npt.NDArray[np.intp] | None = None
+    name: str,
+    shape: tuple[int, ...],
+    roles: Sequence[str],
+    weights: Mapping[str, Weight],
+    order: IntArray | None = None,
 ) -> GgufTensor:
-    """A vector or a router of a layer: the method may have changed it, and it is fp32 then; that is
-    also what llama.cpp wants of both."""
+    """Vectors or routers of a layer, one below the other, all rows in an order: the method may have
+    changed them, and they are fp32 then; that is also what llama.cpp wants of both."""
 
     def data(result: LayerResult) -> Bytes:
-        found = result.vectors.get(role)
-        values = dequantize(weight) if found is None else found
+        found = (result.vectors.get(role) for role in roles)
+        parts = [
+            dequantize(weights[role]) if part is None else part
+            for role, part in zip(roles, found, strict=True)
+        ]
+        values = np.concatenate(parts)
         values = values if order is None else values[order]
         return np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1)
 
-    return GgufTensor(name, weight.shape, WeightFormat.F32, layer_of(role), data)
+    return GgufTensor(name, shape, WeightFormat.F32, layer_of(roles[0]), data)
 
 
 def blocks(matrix: Quantized | GgmlBlocks) -> Bytes:

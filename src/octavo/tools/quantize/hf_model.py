@@ -14,8 +14,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from octavo.loader.base import CheckpointError
 from octavo.loader.bind import ROUTERS
 from octavo.loader.hf_config import ORIGINAL, SHARED_EXPERT, activation_key, model_config
@@ -66,8 +64,8 @@ def places(config: ModelConfig, roles: list[str]) -> Iterator[HfModule]:
             yield HfModule("model." + prefix + family.bare[part + bias], "", (role,))
             continue
         if part in gathers:
-            module, _, parts, rows = gathers[part]
-            order = np.argsort(np.concatenate([rows(config)[each] for each in parts]))
+            module, _, parts, _ = gathers[part]
+            order = gathers[part].order(config)
         elif part in fused:
             module, _, parts = fused[part]
         else:

@@ -33,6 +33,7 @@ from octavo.tools.quantize.hidden_states import HiddenStates, LayerWeights, some
 from octavo.tools.quantize.layers import split
 from octavo.tools.quantize.state import LayerResult, write_whole
 from octavo.tools.quantize.tensor_names import tensor_name, tensor_names
+from octavo.tools.quantize.value_heads import in_gguf_order
 
 MAX_NAME = 1 << 12  # bytes
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -75,6 +76,7 @@ def collect(
     Raises `CheckpointError` for layers that cannot be computed by themselves, and for inputs that
     are no finite numbers.
     """
+    checkpoint = in_gguf_order(checkpoint)
     model = program(checkpoint.config)
     before, layers = split(model)
     names, weights = tensor_names(checkpoint), checkpoint.weights

@@ -26,6 +26,7 @@ from octavo.tools.quantize.layouts import Format, layout_of
 from octavo.tools.quantize.quantizer import SEEN, Method, Progress, Quantizer, Recipe
 from octavo.tools.quantize.scope import EMBEDDING
 from octavo.tools.quantize.state import STATE, QuantizeError, State
+from octavo.tools.quantize.value_heads import in_gguf_order
 
 WORK = QUANTIZING
 _EMBEDDING = (
@@ -67,6 +68,7 @@ def quantize(
         if not ordered:
             raise QuantizeError("GGUF has no groups in another order (--act-order group)")
         if checkpoint.path.is_dir():
+            checkpoint = in_gguf_order(checkpoint)
             content, notes = modelled(checkpoint, recipe)
         else:
             content = copied(checkpoint, recipe)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from octavo.loader.base import Checkpoint
 from octavo.loader.loader import parts_of
 from octavo.models.families import FAMILIES
+from octavo.models.family import Fused, Gather
 
 
 def tensor_names(checkpoint: Checkpoint) -> dict[str, str]:
     """By role. What a file has in one tensor has one name: a layer's experts, and matrices that a
-    family fuses. Of a folder the names are those in a file that is made of it."""
+    family fuses or interleaves. Of a folder the names are those in a file that is made of it."""
     if not checkpoint.path.is_dir():
         return {role: weight.name for role, weight in checkpoint.weights.items()}
     family = FAMILIES[checkpoint.config.family]
-    fused = {part: each.gguf for each in family.fused if each.gguf for part in each.parts}
+    wholes: tuple[Fused | Gather, ...] = (*family.fused, *family.gathers)
+    fused = {part: each.gguf for each in wholes if each.gguf for part in each.parts}
     found = {}
     for role in checkpoint.weights:
         prefix, part = parts_of(role)

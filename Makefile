@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
-WORKERS ?= 2
+WORKERS ?= 3
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 

@@ -107,7 +107,7 @@ def test_load_time_of_a_model(
     assert 0 < row["seconds"] <= row["worst_seconds"]
     assert 0 < row["weights_mb"] < row["peak_mb"]
     assert 0 < row["interpreter_mb"] < row["peak_mb"]
-    assert 0 <= row["tokenizer_mb"] < row["peak_mb"]
+    assert row["tokenizer_mb"] < row["peak_mb"]  # a difference, of next to nothing here
     assert 0 < row["explained_share"] < row["peak_share"]
 
 

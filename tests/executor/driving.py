@@ -42,15 +42,13 @@ class Driver:
         isa: str | None = None,
         kv_dtype: str = "auto",
         block_size: int = 16,
-        num_blocks: int | None = None,  # None: for five sequences of the greatest length
+        num_blocks: int = 400,
         logits_slice: int = MAX_TOKENS,
         keep_hidden: bool = False,
         all_hidden: bool = False,
         seed: int = 0,
     ) -> None:
         self.layout = KvLayout.of(checkpoint.config, block_size, KvDtype.of(kv_dtype))
-        if num_blocks is None:
-            num_blocks = 5 * self.MAX_BLOCKS * max(2, len(self.layout.groups))
         self.executor = NativeExecutor(
             checkpoint,
             families.program(checkpoint.config),

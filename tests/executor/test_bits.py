@@ -66,7 +66,14 @@ def checkpoint(model: str) -> Checkpoint:
 @lru_cache(maxsize=24)
 def driver(model: str, isa: str, threads: int, kv_dtype: str = "auto") -> Driver:
     try:
-        return Driver(checkpoint(model), isa=isa, threads=threads, kv_dtype=kv_dtype, seed=threads)
+        return Driver(
+            checkpoint(model),
+            isa=isa,
+            threads=threads,
+            kv_dtype=kv_dtype,
+            num_blocks=2000,  # five sequences of the greatest length, in nine groups
+            seed=threads,
+        )
     except ValueError as error:
         pytest.skip(str(error))
 

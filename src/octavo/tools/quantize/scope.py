@@ -37,7 +37,8 @@ def ends(
     """What embedding and head are rounded to, by role; those that stay are left out.
 
     ``bits``: those that the layout has, or 16; None is 8 where they are a large part of the weights
-    and the readers of the layout know them so. Raises `ValueError` for bits that the layout cannot have.
+    and the readers of the layout know them so. Raises `ValueError` for bits that the layout cannot
+    have.
     """
     asked, own = bits is not None, bits or 8
     if own == STAY or not (asked or large(checkpoint)):

@@ -90,7 +90,7 @@ def alone(model: str, isa: str, length: int, kv_dtype: str) -> Float32:
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512", "avx512_bf16"])
 @pytest.mark.parametrize("model", MODELS)
-@settings(deadline=None, max_examples=5, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=3, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_same_bits_in_any_company(model: str, isa: str, data: st.DataObject) -> None:
     """Sequences of drawn lengths in drawn chunks, each against its run alone in one chunk."""

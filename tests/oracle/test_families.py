@@ -20,7 +20,7 @@ from octavo.loader.bind import ROUTERS
 from oracle.tiny_folders import BASE, FAMILIES, folder, gguf_file, gguf_labels, labels, recorded
 
 NAMES = sorted(path.name for path in FAMILIES.iterdir() if path.is_dir())
-TIERS = ("generic", "avx2", "avx512", "avx512_bf16")
+TIERS = ("generic", "avx2", "avx512_bf16")  # avx512 has the code of the last, but for BF16
 CHUNKS = ([150, 1], [64], [7], [1])  # of a sequence; the last one repeats
 EXACT = (2e-4, 4e-3)  # mean and largest difference
 # Of activations in bfloat16, nine tenths of the differences: after rounding, a token may go to

@@ -8,24 +8,36 @@ nothing is multiplied at all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from octavo.models.build import Builder
-from octavo.models.config import ModelConfig
+from octavo.models.config import Layer, ModelConfig
 from octavo.models.family import INVERSE, Family, Fixed, Key
 from octavo.models.hf_type import KV_HEADS, LLAMA_DEFAULTS, HfType
 from octavo.models.program import Program
 
 
-def program(c: ModelConfig) -> Program:
+def attention(b: Builder, layer: Layer) -> None:
+    """Write down a layer's attention, from h to h."""
+    b.project_qkv("h", layer)
+    b.attend(layer)
+
+
+def program(c: ModelConfig, mix: Callable[[Builder, Layer], None] = attention) -> Program:
+    """``mix`` writes down what a layer has before its feed-forward half."""
     b = Builder(c)
     b.eps = c.norm_eps / c.residual_scale**2
     b.embed(c.embedding_scale / c.residual_scale)
     for layer in b.layers():
         b.norm("x", "attn_norm", "h")
-        b.project_qkv("h", layer)
-        b.attend(layer)
+        mix(b, layer)
         b.add()
         b.norm("x", "ffn_norm", "h")
-        b.feed_forward("h")
+        if layer.shared_expert:
+            b.shared_expert("h", layer.shared_expert, gate=False)
+        b.feed_forward("h", layer.experts)
+        if layer.shared_expert:
+            b.add("shared")
         b.add()
     return b.head()
 

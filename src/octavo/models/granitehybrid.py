@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.models import granite
 from octavo.models.build import Builder
-from octavo.models.config import Activation, ModelConfig
+from octavo.models.config import Activation, Layer, ModelConfig
 from octavo.models.family import ATTENTION, LOG_OF_NEGATIVE, Family, Fused, RecurrentLayers
 from octavo.models.hf_type import KV_HEADS, LINEAR, LLAMA_DEFAULTS, HfType, Rule, layers
 from octavo.models.program import GatedActivation, Program, RmsNorm
@@ -22,25 +22,15 @@ from octavo.models.section import Section
 
 
 def program(c: ModelConfig) -> Program:
-    b = Builder(c)
-    b.eps = c.norm_eps / c.residual_scale**2
-    b.embed(c.embedding_scale / c.residual_scale)
-    for layer in b.layers():
-        b.norm("x", "attn_norm", "h")
-        if isinstance(layer.recurrence, MambaShape):
-            mamba(b, layer.recurrence)
-        else:
-            b.project_qkv("h", layer)
-            b.attend(layer)
-        b.add()
-        b.norm("x", "ffn_norm", "h")
-        if layer.shared_expert:
-            b.shared_expert("h", layer.shared_expert, gate=False)
-        b.feed_forward("h", layer.experts)
-        if layer.shared_expert:
-            b.add("shared")
-        b.add()
-    return b.head()
+    return granite.program(c, mix)
+
+
+def mix(b: Builder, layer: Layer) -> None:
+    """Write down a layer's recurrence or attention, from h to h."""
+    if isinstance(layer.recurrence, MambaShape):
+        mamba(b, layer.recurrence)
+    else:
+        granite.attention(b, layer)
 
 
 def mamba(b: Builder, shape: MambaShape) -> None:

@@ -181,6 +181,17 @@ class Builder:
         if gate:
             self.append(GateRow(out, "shared_share", out))
 
+    def add_feed_forward(self, layer: Layer, *, shared_gate: bool) -> None:
+        """Write down a layer's feed-forward half, from h, and add it to x: experts or a gated
+        layer, and the expert that every token goes to, if there is one, with a gate or without.
+        """
+        if layer.shared_expert:
+            self.shared_expert("h", layer.shared_expert, gate=shared_gate)
+        self.feed_forward("h", layer.experts)
+        if layer.shared_expert:
+            self.add("shared")
+        self.add()
+
     def sparse_feed_forward(
         self,
         x: str,

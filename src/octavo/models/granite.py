@@ -33,12 +33,7 @@ def program(c: ModelConfig, mix: Callable[[Builder, Layer], None] = attention) -
         mix(b, layer)
         b.add()
         b.norm("x", "ffn_norm", "h")
-        if layer.shared_expert:
-            b.shared_expert("h", layer.shared_expert, gate=False)
-        b.feed_forward("h", layer.experts)
-        if layer.shared_expert:
-            b.add("shared")
-        b.add()
+        b.add_feed_forward(layer, shared_gate=False)
     return b.head()
 
 

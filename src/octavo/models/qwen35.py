@@ -65,12 +65,7 @@ def _layer(b: Builder, layer: Layer) -> None:
         gated_attention(b, layer)
     b.add()
     b.norm("x", "post_attention_norm", "h")
-    if layer.shared_expert:
-        b.shared_expert("h", layer.shared_expert, gate=True)
-    b.feed_forward("h", layer.experts)
-    if layer.shared_expert:
-        b.add("shared")
-    b.add()
+    b.add_feed_forward(layer, shared_gate=True)
 
 
 def delta_net(b: Builder, shape: DeltaShape) -> None:

@@ -262,12 +262,7 @@ def _program(config: ModelConfig, shape: LatentShape) -> Program:
         b.linear("values", "attn_output", "h")
         b.add()
         b.norm("x", "ffn_norm", "h")
-        if layer.shared_expert:
-            b.shared_expert("h", layer.shared_expert, gate=False)
-        b.feed_forward("h", layer.experts)
-        b.add()
-        if layer.shared_expert:
-            b.add("shared")
+        b.add_feed_forward(layer, shared_gate=False)
     return b.head()
 
 
